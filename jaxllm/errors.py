@@ -89,6 +89,10 @@ class UserCodeError(JaxllmError, RuntimeError):
     """
 
     request_id: str | None = None
+    way_out = ""
+
+    def __str__(self) -> str:
+        return super().__str__() + self.way_out
 
     def about(self, request_id: str | None, asker: str | None = None) -> None:
         """Say who asked, and about which request, if that is known and was not said."""
@@ -104,9 +108,16 @@ def is_outside(found: object) -> bool:
     return type(found).__module__.partition(".")[0] != "jaxllm"
 
 
-def blame(owner: object, method: str, error: Exception, request_id: str | None = None) -> Exception:
+def path_of(found: object) -> str:
+    """What messages call a user's object: its class, with the module."""
+    return f"{type(found).__module__}:{type(found).__qualname__}"
+
+
+def blame(
+    owner: object, method: str, error: Exception, request_id: str | None = None, way_out: str = ""
+) -> Exception:
     """What to raise where a method of a user's object raised: itself, if it is an error of this package."""
-    name = f"{type(owner).__module__}:{type(owner).__qualname__}.{method}"
+    name = f"{path_of(owner)}.{method}"
     if isinstance(error, UserCodeError):
         error.about(request_id, name)
     if isinstance(error, JaxllmError) or not is_outside(owner):
@@ -115,6 +126,7 @@ def blame(owner: object, method: str, error: Exception, request_id: str | None =
     found = UserCodeError(
         f"{name} raised {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
     )
+    found.way_out = way_out
     found.about(request_id)
     found.__cause__ = error
     return found

@@ -271,7 +271,7 @@ def _backend(
         layout = layout_of(pool)
         sizes = num_q_heads, pool.shape[3], layout.head_dim, pool.shape[4]
         implementation, _ = settle_implementation(*sizes, kv_dtype=layout.dtype)
-    name, colon, tiling = implementation.partition(":")
+    name, colon, tiling = str(implementation).partition(":")
     is_own = colon and name not in IMPLEMENTATIONS
     if not is_own and (name not in IMPLEMENTATIONS or (colon and name != "triton")):
         raise ConfigError(

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.numbers import largest
 from jaxllm.system.dtypes import KV_DTYPES, kv_row_bytes
 
@@ -97,8 +98,16 @@ class KVLayout(NamedTuple):
 
 
 def layout_of(pool: jax.Array | jax.ShapeDtypeStruct) -> KVLayout:
-    """A pool's layout."""
+    """A pool's layout.
+
+    Raises:
+        ConfigError: it is of no dtype that pools have.
+    """
     names = {jnp.dtype(kind): name for name, kind in KV_DTYPES.items()}
-    name = names[jnp.dtype(pool.dtype)]
+    name = names.get(jnp.dtype(pool.dtype))
+    if name is None:
+        raise ConfigError(
+            f"a pool of {pool.dtype} cannot hold KV: make it of {', '.join(KV_DTYPES)}, as init_pool does"
+        )
     width = pool.shape[5]
     return KVLayout(name, width - 4 if name == "int8" else width)

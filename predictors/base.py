@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, Protocol
 
-from jaxllm.errors import ConfigError, blame, shown
+from jaxllm.errors import ConfigError, blame, path_of, shown
 from jaxllm.system.dtypes import ITEMSIZES, KV_DTYPES, dtype_of, kv_row_bytes
 
 
@@ -60,6 +60,18 @@ def check_number(name: str, value: object, lower: float, upper: float) -> None:
         raise ConfigError(f"{name} must lie in [{lower}, {upper}], got {value}")
 
 
+def check_link(link: object) -> None:
+    """Refuse what are no bytes per second between device and host; so few that they are GB/s are told.
+
+    Raises:
+        ConfigError: says what was given.
+    """
+    check_number("link", link, 1.0, 1e15)
+    assert isinstance(link, int | float)
+    if link < 1e6:
+        raise ConfigError(f"link={link:g} is bytes a second, and no link is so slow: 25 GB/s are 25e9")
+
+
 class CostModel(Protocol):
     """Predicted seconds of steps and copies (AdaptiveLLM's recompute and swap costs come from them).
 
@@ -92,6 +104,11 @@ class CostModel(Protocol):
     def swap_in_seconds(self, num_blocks: int) -> float:
         """Seconds to copy `num_blocks` KV blocks from the host to the device."""
         ...
+
+
+def asked(method: str, work: tuple[int, ...]) -> str:
+    """How messages write that a method was asked."""
+    return f"{method}({', '.join(map(str, work))})"
 
 
 class CheckedCosts:
@@ -146,15 +163,18 @@ class CheckedCosts:
         try:
             seconds = method(*work)
         except Exception as error:
-            raise blame(self.model, f"{name}{work}", error)  # noqa: B904, which chains
+            raise blame(self.model, asked(name, work), error, way_out=_WAY_OUT)  # noqa: B904, which chains
         if type(seconds) is float and 0.0 <= seconds < math.inf:
             return seconds
         if not isinstance(seconds, numbers.Real) or not 0.0 <= seconds < math.inf:
             raise ConfigError(
-                f"{type(self.model).__name__}.{name}{work} is {seconds!r}: it must be seconds, a finite "
-                "number of at least 0"
+                f"{path_of(self.model)}.{asked(name, work)} is {shown(seconds)}: it must be seconds, a "
+                f"finite number of at least 0{_WAY_OUT}"
             )
         return float(seconds)
+
+
+_WAY_OUT = "; mend it to answer any work with seconds, or give other costs"
 
 
 def step_kind(batch: int, prompt_tokens: int) -> CostKind:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import COST_KINDS, CostKind, CostModel, check_number
+from jaxllm.errors import ConfigError, is_outside
+from jaxllm.predictors.base import COST_KINDS, CheckedCosts, CostKind, CostModel, check_number
 
 _FADING = 0.25  # of the rate
 
@@ -74,6 +74,7 @@ class OnlineCalibration:
         check_number("outlier_limit", outlier_limit, 1e-6, 10.0)
         check_number("max_factor", max_factor, 1.0, 1000.0)
         self.model = model
+        self._asked = CheckedCosts(model) if is_outside(model) else model
         self._rate = rate
         self._outlier_limit = outlier_limit
         self._max_log_factor = math.log(max_factor)
@@ -93,7 +94,7 @@ class OnlineCalibration:
         A mixed step takes the mean factor of its two parts, each weighted with what it would take alone,
         times one of its own: what is learned of either part counts for both.
         """
-        seconds = self.model.step_seconds
+        seconds = self._asked.step_seconds
         if prompt_tokens <= 0 or num_prompts <= 0:
             return seconds(batch, context_tokens) * self._decode.factor
         work = prompt_tokens, num_prompts, prompt_context
@@ -111,11 +112,11 @@ class OnlineCalibration:
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """The model's seconds to copy blocks to the host, corrected."""
-        return self.model.swap_out_seconds(num_blocks) * self._swap_out.factor
+        return self._asked.swap_out_seconds(num_blocks) * self._swap_out.factor
 
     def swap_in_seconds(self, num_blocks: int) -> float:
         """The model's seconds to copy blocks to the device, corrected."""
-        return self.model.swap_in_seconds(num_blocks) * self._swap_in.factor
+        return self._asked.swap_in_seconds(num_blocks) * self._swap_in.factor
 
     def observe(self, kind: CostKind, predicted: float, measured: float) -> None:
         """Compare a prediction with what happened, and correct later predictions.

@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxllm.errors import ConfigError, shown
-from jaxllm.predictors.base import CheckedCosts, CostModel
+from jaxllm.errors import ConfigError, path_of, shown
+from jaxllm.predictors.base import CheckedCosts, CostModel, asked
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.store import Profile
 from jaxllm.system.import_path import imported
@@ -94,7 +94,7 @@ def check_costs(costs: Any, name: str | None = None) -> CostModel:
 
 
 def _probe(
-    name: str, method: Callable[..., object], work: tuple[int, ...], asked: Callable[..., object]
+    name: str, method: Callable[..., object], work: tuple[int, ...], expected: Callable[..., object]
 ) -> None:
     """Ask a method once.
 
@@ -108,21 +108,21 @@ def _probe(
     try:
         signature.bind(*work)
     except TypeError as error:
-        wanted = str(inspect.signature(asked)).replace("(self, ", "(")
+        wanted = str(inspect.signature(expected)).replace("(self, ", "(")
         raise ConfigError(
             f"{name}{signature} cannot be asked {work}: {error}; it must take {wanted}"
         ) from error
     try:
         seconds = method(*work)
     except Exception as error:
-        raise ConfigError(f"{name}{work} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{asked(name, work)} raised {type(error).__name__}: {error}") from error
     if (
         isinstance(seconds, bool)
         or not isinstance(seconds, numbers.Real)
         or not 0.0 <= float(seconds) < math.inf
     ):
         raise ConfigError(
-            f"{name}{work} is {shown(seconds)}: it must be seconds, a finite number of at least 0"
+            f"{asked(name, work)} is {shown(seconds)}: it must be seconds, a finite number of at least 0"
         )
 
 
@@ -130,8 +130,7 @@ def type_name(costs: object) -> str:
     """What messages and records call a predictor that was given as an object."""
     while isinstance(costs, CheckedCosts | OnlineCalibration):
         costs = costs.model
-    kind = type(costs)
-    return f"{kind.__module__}:{kind.__qualname__}"
+    return path_of(costs)
 
 
 def _made(path: str, found: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import ModelShape, check_integer, check_number
+from jaxllm.predictors.base import ModelShape, check_integer, check_link, check_number
 from jaxllm.predictors.devices import DeviceSpec, device_spec
 from jaxllm.predictors.silicon_kernels import Attention, Rows, Source, experts, product, reduction
 from jaxllm.predictors.silicon_tables import (
@@ -19,6 +19,7 @@ from jaxllm.predictors.silicon_tables import (
     SiliconTables,
     load_tables,
 )
+from jaxllm.types import num_micro_batches
 
 HOST_SECONDS = 0.165e-3
 """Of a vLLM server between two steps: scheduling, inputs, sampling, and the gap until kernels start. Fitted,
@@ -78,7 +79,8 @@ class SiliconCostModel:
     - All interpolation is linear in logarithms. Outside of a table a time grows with its work from the
       nearest measured point. `parts` says which is which.
     - A pipeline's step goes through all its stages, with all sequences together, and hops between: vLLM
-      plans whoever is not under way, and those who once came together stay so.
+      plans whoever is not under way, and those who once came together stay so. With `micro_batches` a step
+      with prompts is in parts, of which stages compute several at the same time.
     - FP8 and int8 products read what one more kernel has quantised before, at the speed of memory.
     - Keys and values of int8 take decodes as long as fewer tokens of 16 bits that have as many bytes, and
       prompts as long as those.
@@ -91,6 +93,8 @@ class SiliconCostModel:
             takes the model's.
         kv: "bfloat16", "fp8" or "int8"; None takes the model's.
         tensor_parallel, pipeline_parallel: GPUs that share each layer, and stages.
+        micro_batches: steps with prompts go through stages as this project's do
+            (`jaxllm.types.num_micro_batches`), with rows up to a power of two.
         host_seconds, layer_seconds, sync_seconds: assumed, see `HOST_SECONDS`, `LAYER_SECONDS` and
             `SYNC_SECONDS`.
         link: bytes per second between one GPU and pinned host memory; None takes the device's.
@@ -110,6 +114,7 @@ class SiliconCostModel:
         kv: str | None = None,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        micro_batches: bool = False,
         host_seconds: float = HOST_SECONDS,
         layer_seconds: float = LAYER_SECONDS,
         sync_seconds: float = SYNC_SECONDS,
@@ -125,6 +130,7 @@ class SiliconCostModel:
         known = (*DTYPES[:2], "int8")
         self.kv = _dtype("kv" if kv else "kv_cache_dtype", kv or own_kv.partition("_")[0], known)
         self.tensor_parallel, self.pipeline_parallel = tensor_parallel, pipeline_parallel
+        self.micro_batches = micro_batches
         self.host_seconds, self.layer_seconds, self.sync_seconds = host_seconds, layer_seconds, sync_seconds
         self.link = self.device.copied_per_second if link is None else link
         self._check()
@@ -156,7 +162,7 @@ class SiliconCostModel:
         check_number("host_seconds", self.host_seconds, 0.0, 1.0)
         check_number("layer_seconds", self.layer_seconds, 0.0, 1.0)
         check_number("sync_seconds", self.sync_seconds, 0.0, 1.0)
-        check_number("link", self.link, 1.0, 1e15)
+        check_link(self.link)
         if model.num_heads % shared:
             raise ConfigError(
                 f"tensor_parallel={shared} does not divide the {model.num_heads} heads of {model.name!r}"
@@ -220,20 +226,33 @@ class SiliconCostModel:
             if not batch:
                 return 0.0
         decodes, mean = float(batch), context_tokens / (batch or 1) + 1
+        count, share = self._micro_batches(batch, prompt_tokens)
         seconds = self.host_seconds
         seconds += (self.pipeline_parallel - 1) * HOP_SECONDS
-        seconds += self._of_layers.seconds(decodes + prompt_tokens)
+        seconds += count * share * self._of_layers.seconds((decodes + prompt_tokens) / count)
         seconds += self._of_heads.seconds(decodes + num_prompts)
         for attention, num_layers in self._attention:
             if batch:
-                seconds += num_layers * attention.decode(decodes, mean)
+                seconds += share * num_layers * attention.decode(decodes, mean)
             if num_prompts:
                 length, context = prompt_tokens / num_prompts, prompt_context / num_prompts
                 if batch:
-                    seconds += num_layers * attention.beside(decodes, mean, num_prompts, length, context)
+                    found = attention.beside(decodes, mean, num_prompts, length, context)
                 else:
-                    seconds += num_layers * attention.prefill(num_prompts, length, context)
+                    found = attention.prefill(num_prompts, length, context)
+                seconds += share * num_layers * found
         return seconds
+
+    def _micro_batches(self, batch: int, prompt_tokens: int) -> tuple[int, float]:
+        """How many there are, and their share of the time that all stages take for all, one after another."""
+        if not self.micro_batches or not prompt_tokens:
+            return 1, 1.0
+        stages = self.pipeline_parallel
+        rows = batch + prompt_tokens
+        step = 1 << (rows - 1).bit_length()
+        size = step // num_micro_batches(step, stages)
+        count = -(-rows // size)  # those of padding are left out
+        return count, (stages + count - 1) / (stages * count)
 
     def parts(
         self,
@@ -252,20 +271,22 @@ class SiliconCostModel:
         parts = [Part("host", self.host_seconds, "assumed")]
         if self.pipeline_parallel > 1:
             parts.append(Part("pipeline", (self.pipeline_parallel - 1) * HOP_SECONDS, "assumed"))
-        for kernels, rows in ((self._layers, batch + prompts[0]), (self._heads, batch + prompts[1])):
+        count, share = self._micro_batches(batch, prompts[0])
+        of_layers = self._layers, (batch + prompts[0]) / count, count * share
+        for kernels, rows, factor in (of_layers, (self._heads, batch + prompts[1], 1.0)):
             for kernel in kernels:
                 source = kernel.rows.source_at(rows * kernel.elements_per_row)
-                parts.append(Part(kernel.name, kernel.seconds(rows), self._said(source)))
+                parts.append(Part(kernel.name, factor * kernel.seconds(rows), self._said(source)))
         work = batch, context_tokens / (batch or 1) + 1
-        for attention, count in self._attention:
+        for attention, num_layers in self._attention:
             if batch:
                 source = self._said(attention.source_of_decode(*work))
-                parts.append(Part("decode attention", count * attention.decode(*work), source))
+                parts.append(Part("decode attention", share * num_layers * attention.decode(*work), source))
             if prompts[1]:
                 chunk = prompts[1], prompts[0] / prompts[1], prompts[2] / prompts[1]
                 source = self._said(attention.source_of_prefill(*chunk))
                 seconds = attention.beside(*work, *chunk) if batch else attention.prefill(*chunk)
-                parts.append(Part("prefill attention", count * seconds, source))
+                parts.append(Part("prefill attention", share * num_layers * seconds, source))
         return parts
 
     def _said(self, source: Source) -> Source:

@@ -7,8 +7,9 @@ import functools
 from collections.abc import Callable, Mapping
 
 from jaxllm.errors import ConfigError, did_you_mean, is_outside, shown
-from jaxllm.predictors.base import CheckedCosts, CostModel
+from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.lengths import RankPredictor
+from jaxllm.predictors.own import checked
 from jaxllm.sched.baselines import VLLM025
 from jaxllm.sched.policies import (
     AdaptiveAction,
@@ -318,4 +319,4 @@ def _required(name: str, costs: CostModel | None) -> CostModel:
     """The costs; those from outside the package are named where they raise, or answer with no seconds."""
     if costs is None:
         raise ConfigError(f"preset {name!r} weighs swapping against recomputing: pass costs=...")
-    return CheckedCosts(costs) if is_outside(costs) else costs
+    return checked(costs) if is_outside(costs) else costs

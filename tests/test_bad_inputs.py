@@ -113,6 +113,14 @@ def test_paths_and_names_are_refused_in_words(settings, message):
         LLM(**settings)
 
 
+def test_numbers_of_numpy_are_settings():
+    config = EngineConfig(max_model_len=np.int64(64), gpu_memory_utilization=np.float32(0.5))
+    assert (type(config.max_model_len), config.max_model_len) == (int, 64)
+    assert (type(config.gpu_memory_utilization), config.gpu_memory_utilization) == (float, 0.5)
+    with pytest.raises(ConfigError, match="max_model_len=0 must be an integer from"):
+        EngineConfig(max_model_len=np.int64(0))
+
+
 def test_a_tilde_is_the_users_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = EngineConfig(model="~/m", tokenizer="~/t", ledger="~/l", prefix_cache_dir="~/p")

@@ -353,6 +353,29 @@ def compare(monkeypatch, tmp_path, checkpoint, backends, *options, workloads=("w
     return status, json.loads(out.read_text())
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object, not list"),
+        ("{}", "has no vocab_size, num_attention_heads, hidden_size, num_hidden_layers, by which"),
+    ],
+)
+def test_a_folder_of_no_model_is_refused(tmp_path, text, message, capsys):
+    (tmp_path / "config.json").write_text(text)
+    assert main(["compare", str(tmp_path), "short", "--backends", "jaxllm", "--threads", "1"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed_is_told_how(monkeypatch, tmp_path, checkpoint, capsys):
+    broken = fake_backend(tmp_path, "vllm", offset=None)
+    script = broken.worker.read_text()
+    said = """ModuleNotFoundError("No module named 'vllm'")"""
+    broken.worker.write_text(script.replace('RuntimeError("no such model")', said))
+    compare(monkeypatch, tmp_path, checkpoint, [fake_backend(tmp_path, "jaxllm"), broken])
+    assert "No module named 'vllm'; jaxllm compare --install vllm makes" in capsys.readouterr().out
+
+
 def test_whole_run(monkeypatch, tmp_path, checkpoint, capsys):
     backends = [
         fake_backend(tmp_path, "jaxllm"),

@@ -83,12 +83,21 @@ def test_arms_are_warmed_and_take_turns(llm, monkeypatch, tmp_path):
     assert json.loads(json.dumps(found.to_dict()))["arms"]["paper"]["ratio"] == found.arms["paper"].ratio
     found.plot(tmp_path / "compared.png")
     assert (tmp_path / "compared.png").stat().st_size > 1000
+    with pytest.raises(ConfigError, match=r"absent/compared\.png: No such file or directory; name another"):
+        found.plot(tmp_path / "absent" / "compared.png")
 
 
 @pytest.mark.parametrize(("arms", "repetitions"), [({"one": "vllm"}, 3), (ARMS, 2), (ARMS, True)])
 def test_what_compares_nothing_is_refused(llm, arms, repetitions):
     with pytest.raises(ConfigError, match="two arms or more, and at least 3 repetitions"):
         compare_replays(llm, TRACE, arms, repetitions)
+
+
+def test_what_is_no_mapping_or_seed_is_refused(llm):
+    with pytest.raises(ConfigError, match=r"arms=\['vllm', 'paper'\] must be policies by name"):
+        compare_replays(llm, TRACE, ["vllm", "paper"])
+    with pytest.raises(ConfigError, match="seed must be an integer, got 'x'"):
+        compare_replays(llm, TRACE, ARMS, seed="x")
 
 
 class Run:

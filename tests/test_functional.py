@@ -127,6 +127,15 @@ def test_windows_hold_in_xla_too(name):
     assert generated.tokens.tolist() == [row[:32] for row in golden["greedy"]]
 
 
+class OfTorch:
+    """What another library's array looks like."""
+
+    shape, dtype = (3,), "torch.float32"
+
+    def __repr__(self):
+        return "tensor([0., 0., 0.])"
+
+
 BAD_GENERATE = [
     ({"tokens": [[1, 9999]]}, "tokens=.*9999.* must be from 0 to"),
     ({"tokens": [[1, -1]]}, "tokens=.* must be from 0 to"),
@@ -154,6 +163,10 @@ BAD_GENERATE = [
     ({"params": None}, "params must be weights by name"),
     ({"config": {"hidden_size": 1}}, "must be a model's"),
     ({"implementation": "fast"}, "fast"),
+    ({"implementation": 3}, "unknown attention implementation 3"),
+    ({"top_k": 2.5}, "top_k=2.5 must be an integer"),
+    ({"key": np.zeros(5, np.uint32)}, "must be a PRNG key"),
+    ({"params": {"embed_tokens.weight": OfTorch()}}, "is tensor.* must be an array, as load_params"),
 ]
 
 
@@ -208,6 +221,48 @@ def test_a_cache_must_be_the_models_and_have_room(model):
             functional.init_cache(config, *sizes)
     with pytest.raises(RequestError, match=r"tokens=.* must be from 0"):
         functional.decode(params, config, small, np.array([10**6]), np.array([2]))
+    with pytest.raises(RequestError, match=r"cached=.* must be from 0 to 128"):
+        functional.prefill(
+            params, config, functional.init_cache(config, 1, 8), tokens, lengths, cached=[2**40]
+        )
+
+
+def test_what_is_no_folder_or_configuration_is_refused_before_weights_are_read(model):
+    for path, config, message in ((None, model[0], "path=None must be that"), ("m", {}, "must be a model's")):
+        with pytest.raises(ConfigError, match=message):
+            load_params(path, config)
+
+
+def test_what_is_no_cache_is_told_what_makes_one(model):
+    config, params = model
+    tokens, lengths = np.array([[1, 2, 3, 4, 5]]), np.array([5])
+    pool, tables = functional.init_cache(config, 1, 8, block_size=4)
+    for found in (None, "cache", pool, (pool, tables)):
+        with pytest.raises(ConfigError, match=r"must be a KVCache.* init_cache"):
+            functional.prefill(params, config, found, tokens, lengths)
+        with pytest.raises(ConfigError, match=r"must be a KVCache.* init_cache"):
+            functional.fork(found, [0])
+    for found, message in (
+        ((pool, tables[0]), "block_tables of shape"),
+        ((pool, tables * 1.0), "block_tables of shape .* integers"),
+        ((pool, tables + 1), "block_tables=.* must be from 0 to 1"),
+        ((pool, tables - 1), "block_tables=.* must be from 0 to 1"),
+        ((pool.astype(np.int16), tables), "a pool of int16 cannot hold KV"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            functional.prefill(params, config, functional.KVCache(*found), tokens, lengths)
+    padded = functional.KVCache(pool, tables.at[0, 1].set(-1))  # a block that no token is in
+    assert functional.prefill(params, config, padded, tokens[:, :3], np.array([3]))[1].shape[0] == 1
+
+
+def test_tokens_that_end_rows_are_known_while_a_program_is_traced(model):
+    config, params = model
+    with pytest.raises(RequestError, match="eos_token_ids must be known"):
+        jax.jit(
+            lambda ends: functional.generate(
+                params, config, [[1, 2]], [2], 2, jax.random.key(0), eos_token_ids=ends
+            )
+        )(jnp.array([3]))
 
 
 def test_traced_values_are_taken_as_they_are(model):

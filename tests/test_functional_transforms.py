@@ -181,6 +181,21 @@ def test_an_exported_program_gives_the_same_logits_elsewhere(model, tokens, tmp_
         close(found["b"], F.logits(params, config, tokens[:1, :5]), atol=1e-5)
 
 
+def test_losses_gradients_and_traces_are_exported_for_any_batch_and_length(model, tokens):
+    config, params = model
+    shape = export.symbolic_shape("b,l")
+    struct, masks = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
+    mask = np.ones(tokens.shape, np.float32)
+    for function, structs, arguments in (
+        (lambda p, t, m: F.loss(p, config, t, m), (struct, masks), (tokens, mask)),
+        (lambda p, t: jax.grad(F.loss)(p, config, t), (struct,), (tokens,)),
+        (lambda p, t: F.logprobs(p, config, t), (struct,), (tokens,)),
+        (lambda p, t: F.trace(p, config, t), (struct,), (tokens,)),
+    ):
+        written = export.export(jax.jit(function))(params, *structs).serialize()
+        close(export.deserialize(written).call(params, *arguments), function(params, *arguments), atol=1e-4)
+
+
 def test_generation_is_exported_where_it_has_no_kernels(model, tokens):
     config, params = model
     lengths, key = np.full(4, 12), jax.random.key_data(jax.random.key(0))
@@ -429,6 +444,11 @@ def test_mistakes_are_named(model, tokens):
         F.loss(params, config, tokens[:, :1])
     with pytest.raises(RequestError, match=r"mask \(4, 11\) must be of the shape of tokens, \(4, 12\)"):
         F.loss(params, config, tokens, np.ones((4, 11)))
+    for weight in (-1.0, np.nan, "one", None):
+        with pytest.raises(RequestError, match=r"(?s)mask=.* must be from 0 to"):
+            F.loss(params, config, tokens, [[weight] * 12] * 4)
+    with pytest.raises(RequestError, match="mask must be an array: pad rows"):
+        F.loss(params, config, tokens, [[1], [1, 2]])
     with pytest.raises(ConfigError, match="must be a model's"):
         F.logits(params, {"vocab_size": 5}, tokens)
     with pytest.raises(ConfigError, match="weights by name"):
@@ -453,6 +473,16 @@ def test_lists_and_arrays_of_numpy_will_do(model, tokens):
     expected = F.logits(params, config, tokens)
     close(F.logits(plain, config, tokens.tolist()), expected, atol=1e-5)
     close(F.loss(plain, config, tokens.tolist()), F.loss(params, config, tokens), atol=1e-5)
+
+    class OfTorch:
+        """What another library's array looks like."""
+
+        shape, dtype = tokens.shape, "torch.int64"
+
+        def __array__(self, dtype=None, copy=None):
+            return tokens
+
+    close(F.logits(params, config, OfTorch()), expected)
     cache = F.init_cache(config, 4, 16, BLOCK)
     scores = F.prefill(plain, config, cache, tokens.tolist(), [12] * 4)[1]
     close(scores, expected[:, -1], atol=1e-4)

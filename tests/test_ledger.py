@@ -371,6 +371,12 @@ RECORDS = {
 UNITS = {"-", "s", "tokens", "blocks", "requests", "comparisons", "share of the measurement", "the policy's"}
 
 
+@pytest.mark.parametrize("path", ["absent.jsonl", "", 3, None])
+def test_a_ledger_that_cannot_be_read_is_refused(tmp_path, path):
+    with pytest.raises(ConfigError, match=r"cannot read .*: |must be a string or a path, got"):
+        read_ledger(tmp_path / path if isinstance(path, str) else path)
+
+
 def test_the_page_has_every_field_with_its_type_and_unit():
     text = (DOCS / "ledger.md").read_text(encoding="utf-8")
     sections = dict(zip(RECORDS, re.split(r"^## \w+$", text, flags=re.MULTILINE)[1:], strict=True))

@@ -85,8 +85,8 @@ def answering(seconds):
 WRONG = [
     (NoCopies(), "has no swap_out_seconds, swap_in_seconds: a predictor has step_seconds"),
     (FewArguments(), "cannot be asked (0, 0, 512, 1, 0): too many positional arguments; it must take (batch"),
-    (Negative(), "swap_in_seconds(1,) is -1.0: it must be seconds"),
-    (Raises(), "swap_out_seconds(1,) raised KeyError: 1"),
+    (Negative(), "swap_in_seconds(1) is -1.0: it must be seconds"),
+    (Raises(), "swap_out_seconds(1) raised KeyError: 1"),
     (answering(math.nan), "step_seconds(0, 0, 512, 1, 0) is nan: it must be seconds"),
     (answering(math.inf), "is inf: it must be seconds"),
     (answering("soon"), "is 'soon': it must be seconds"),
@@ -199,6 +199,22 @@ def test_a_calibration_of_ones_own_is_taken_as_it_is():
     llm.close()
 
 
+def test_what_a_calibration_corrects_is_named_where_it_raises():
+    class Breaks(Flat):
+        def swap_out_seconds(self, num_blocks):
+            return {1: 1.0}[num_blocks]
+
+        def swap_in_seconds(self, num_blocks):
+            return -1
+
+    own = OnlineCalibration(Breaks())
+    assert own.swap_out_seconds(1) == 1.0
+    with pytest.raises(UserCodeError, match=r"Breaks.swap_out_seconds\(2\) raised KeyError: 2 .*; mend it"):
+        own.swap_out_seconds(2)
+    with pytest.raises(ConfigError, match=r"test_own_costs:.*Breaks.* is -1: it must be seconds.*; mend it"):
+        own.swap_in_seconds(2)
+
+
 def test_costs_that_are_given_are_not_measured():
     with pytest.raises(ConfigError, match="profile_seconds=1 would measure it: leave one of them out"):
         EngineConfig(costs=Flat(), profile_seconds=1.0)
@@ -220,10 +236,9 @@ def test_costs_that_raise_in_mid_run_are_named_and_the_engine_goes_on():
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = llm.generate(prompts, params, use_tqdm=False)
     costs.is_broken = True
-    said = r"Breaks.swap_out_seconds\(\d+,\) raised LookupError: no such size"
-    with pytest.raises(
-        UserCodeError, match=said + " .* asked by AdaptiveAction.choose, about request"
-    ) as raised:
+    said = r"Breaks.swap_out_seconds\(\d+\) raised LookupError: no such size .*, line \d+\)"
+    asked = ", asked by AdaptiveAction.choose, about request .*; mend it to answer any work with seconds"
+    with pytest.raises(UserCodeError, match=said + asked) as raised:
         llm.generate(prompts, params, use_tqdm=False)
     assert isinstance(raised.value.__cause__, LookupError)
     costs.is_broken = False

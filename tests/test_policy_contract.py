@@ -313,16 +313,24 @@ def test_costs_that_raise_are_named_with_who_asked_and_about_whom(action, asker)
             self.costs.swap_out_seconds(1)
 
     class Costs(LinearCosts):
-        def swap_out_seconds(self, num_blocks):
-            raise OSError("no table")
+        is_there = True  # when it is given
 
-    made = Weighs(CheckedCosts(Costs())) if action is None else action(Costs())
+        def swap_out_seconds(self, num_blocks):
+            if not self.is_there:
+                raise OSError("no table")
+            return super().swap_out_seconds(num_blocks)
+
+    costs = Costs()
+    made = Weighs(CheckedCosts(costs)) if action is None else action(costs)
+    costs.is_there = False
     policy = dataclasses.replace(V1, action=made)
     with pytest.raises(UserCodeError) as raised:
         run_two(make_scheduler(policy, num_gpu_blocks=2, num_host_blocks=2))
     message = str(raised.value)
-    assert "Costs.swap_out_seconds(1,) raised OSError: no table" in message
-    assert re.search(rf", asked by .*{re.escape(asker)}, about request 'r1'$", message)
+    assert "Costs.swap_out_seconds(1) raised OSError: no table" in message
+    assert re.search(
+        rf", asked by .*{re.escape(asker)}, about request 'r1'; mend it to answer any work", message
+    )
     assert isinstance(raised.value.__cause__, OSError)
 
 

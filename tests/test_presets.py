@@ -36,6 +36,8 @@ def test_every_preset_plans(name):
 def test_presets_that_weigh_costs_need_them(name):
     with pytest.raises(ConfigError, match=rf"preset '{name}' .* pass costs="):
         make_preset(name)
+    with pytest.raises(ConfigError, match="costs is 3, which has no step_seconds"):
+        make_preset(name, 3)
 
 
 def test_an_unknown_preset_is_an_error_that_lists_them():

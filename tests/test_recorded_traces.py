@@ -172,7 +172,9 @@ def test_guidellms_results(tmp_path):
         load_trace(path)
     with pytest.raises(ConfigError, match=r"benchmark must lie in \[0, 1\]"):
         load_trace(path, benchmark=2)
-    with pytest.raises(ConfigError, match=r"benchmark=1 is of guidellm's files"):
+    with pytest.raises(
+        ConfigError, match=r"benchmark=1 is of form guidellm, and .* is of form vllm: leave it"
+    ):
         load_trace(write_json(tmp_path / "vllm.json", VLLM), benchmark=1)
     broken = {"benchmarks": [{"requests": {"successful": [3, {"prompt_tokens": 4}]}}]}
     with pytest.raises(RequestError, match="benchmark 0, request 0: must be a JSON object"):
@@ -251,6 +253,71 @@ def test_a_row_without_lengths_says_what_it_has(tmp_path):
         RequestError, match="line 2: there is no 'output_length'; the row has 'input_length', 'tokens'"
     ):
         load_trace(write_lines(tmp_path / "t.jsonl", rows))
+
+
+def test_a_row_with_hashes_that_others_lack_is_bad(tmp_path):
+    plain = {"timestamp": 1, "input_length": 30, "output_length": 7}
+    path = write_lines(tmp_path / "t.jsonl", [plain, MOONCAKE[0]])
+    with pytest.raises(
+        RequestError, match=r"line 2: has hash_ids, .*, and rows before it input, output, time"
+    ):
+        load_trace(path)
+    assert len(load_trace(write_lines(tmp_path / "m.jsonl", MOONCAKE), form="jsonl")) == 3
+
+
+@pytest.mark.parametrize("ids", [[1, "a"], [-1], [2**31], [[1]]])
+def test_a_prompt_of_no_token_ids_is_named_or_left_out(tmp_path, ids):
+    rows = [{"prompt": [1, 2], "output_length": 1}, {"prompt": ids, "output_length": 1}]
+    path = write_lines(tmp_path / "t.jsonl", rows)
+    with pytest.raises(RequestError, match=r"line 2: prompt holds .*: ids are integers in"):
+        load_trace(path)
+    assert load_trace(path, on_bad="skip").prompt_token_ids == ((1, 2),)
+
+
+def test_a_bad_first_row_is_named_or_left_out(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n" + json.dumps(MOONCAKE[2]) + "\n")
+    with pytest.raises(RequestError, match="line 1: the line is empty"):
+        load_trace(path)
+    assert len(load_trace(path, on_bad="skip")) == 1
+    path.write_text("[1]\n")
+    with pytest.raises(ConfigError, match=r"holds no row that can be read .must be a JSON object, not list"):
+        load_trace(path)
+
+
+def test_one_line_is_recognised_whatever_the_files_name(tmp_path):
+    for name in ("t.json", "t.txt", "t.jsonl"):
+        assert load_trace(write_lines(tmp_path / name, MOONCAKE[2:])).hash_ids == ((0,),)
+
+
+def test_times_of_another_unit_are_told(tmp_path):
+    rows = [{"timestamp": 1.7e12 + 500 * n, "input_length": 4, "output_length": 2} for n in range(2)]
+    path = write_lines(tmp_path / "t.jsonl", rows)
+    with pytest.raises(RequestError, match=r"timestamp=1700000000000.0 is of no date in s: pass time_unit="):
+        load_trace(path)
+    assert load_trace(path, time_unit="ms").arrival_times == pytest.approx([0, 0.5])
+
+
+@pytest.mark.parametrize("option", [{"time_unit": "ms"}, {"hash_block_len": 16}, {"benchmark": 0}])
+def test_options_of_another_form_are_refused(tmp_path, option):
+    path = tmp_path / "a.csv"
+    path.write_text(AZURE, encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{next(iter(option))}=.* is of form csv: leave it out"):
+        load_trace(path, **option)
+
+
+def test_names_of_tokenizers_and_lone_surrogates_are_refused(tmp_path):
+    messages = [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "b"}]
+    path = write_json(tmp_path / "t.json", [{"messages": messages}])
+    with pytest.raises(ConfigError, match="tokenizer='gpt2' must be a tokenizer"):
+        load_trace(path, tokenizer="gpt2")
+
+    class Utf8(WordTokenizer):
+        def encode(self, text, **options):
+            return list(text.encode())
+
+    with pytest.raises(RequestError, match=r"t\.json, row 1: .* a lone surrogate"):
+        load_trace(path, tokenizer=Utf8())
 
 
 # Limits

@@ -9,7 +9,7 @@ from engine_helpers import make_llm
 from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, RequestTooLargeError
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.bench.replay import Replay, Stopwatch, deciding, replay, replay_side_by_side
 from jaxllm.research.slow_link import slow_down
@@ -170,6 +170,14 @@ def test_limits_are_checked(llm, trace):
     ):
         with pytest.raises(ConfigError, match=next(iter(change))):
             replay(llm, trace, dataclasses.replace(config, **change), make_preset("vllm"))
+    with pytest.raises(RequestTooLargeError, match=r"request \d+ of trace .* more than max_model_len=20"):
+        replay(llm, trace, dataclasses.replace(config, max_model_len=20), make_preset("vllm"))
+    with pytest.raises(ConfigError, match=r"trace=\[1, 2\] must be a Trace: load_trace"):
+        replay(llm, [1, 2], config, make_preset("vllm"))
+    llm.sleep()
+    with pytest.raises(ConfigError, match="cannot replay a trace on an engine that sleeps: call wake_up"):
+        replay(llm, trace, config, make_preset("vllm"))
+    llm.wake_up()
     llm.engine.add_request("busy", [1, 2], SamplingParams(max_tokens=1))
     with pytest.raises(ConfigError, match="while requests are running"):
         replay(llm, trace, config, make_preset("vllm"))

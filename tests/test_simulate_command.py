@@ -188,7 +188,7 @@ def test_costs_of_ones_own_that_raise_are_named():
             return 1.0
 
     few = {"num_gpu_blocks": 60, "num_host_blocks": 60, "num_prompts": 60, "max_model_len": 900}
-    with pytest.raises(UserCodeError, match=r"Breaks.swap_out_seconds\(\d+,\) raised LookupError: no such"):
+    with pytest.raises(UserCodeError, match=r"Breaks.swap_out_seconds\(\d+\) raised LookupError: no such"):
         simulate(model="llama-3-8b", costs=Breaks(), policies="paper", too_long="clip", **few)
 
 
@@ -365,6 +365,13 @@ def test_requests_that_do_not_fit():
         ({"arrivals": 3}, "no arrival process"),
         ({"seeds": 0}, r"seeds must lie in \[1, 1000\]"),
         ({"seeds": [1, 1]}, "must be different"),
+        ({"seeds": [[1], [2]]}, r"seed must be an integer, got \[1\]"),
+        ({"num_prompts": 0}, "num_prompts must lie in"),
+        ({"closed": 0}, "closed must lie in"),
+        ({"output_len": 0}, "output_len must lie in"),
+        ({"link": 25}, "link=25 is bytes a second, and no link is so slow: 25 GB/s are 25e9"),
+        ({"link": 25, "costs": "roofline"}, "link=25 is bytes a second"),
+        ({"overlap_swaps": "no"}, "overlap_swaps='no' must be True or False"),
         ({"tokenizer": "x"}, "tokenizer: there is no file to read"),
         ({"device": 3}, "device=3 must be a name"),
         ({"model": 3}, "model=3 must be a published shape's name"),
@@ -385,6 +392,34 @@ def test_requests_that_do_not_fit():
 def test_errors_say_what_to_pass(arguments, message):
     with pytest.raises(ConfigError, match=message):
         simulate(**(SMALL | arguments))
+
+
+def test_numbers_and_seeds_of_numpy_will_do():
+    given = {"num_gpu_blocks": 64, "num_prompts": 8, "output_len": 8, "rate": 3.0, "max_num_seqs": 16}
+    expected = simulate(policies="vllm", seeds=range(2), **given)
+    plain = {name: np.float32(one) if name == "rate" else np.int64(one) for name, one in given.items()}
+    assert simulate(policies="vllm", seeds=np.arange(2), **plain).to_json() == expected.to_json()
+
+
+def test_lengths_and_arrivals_of_ones_own_will_do():
+    class Threes:
+        def sample(self, count, rng):
+            return np.full(count, 3)
+
+    class OneASecond:
+        def times(self, num_requests, rng):
+            return np.arange(num_requests, dtype=float)
+
+    found = simulate(
+        policies="vllm",
+        **(SMALL | {"output_len": Threes(), "dataset": Threes(), "arrivals": OneASecond()}),
+    )
+    result = found.runs[0].result
+    assert result.num_output_tokens == 3 * SMALL["num_prompts"]
+    assert result.arrival_times.tolist() == list(range(SMALL["num_prompts"]))
+    for name, kind in (("output_len", Threes), ("dataset", Threes), ("arrivals", OneASecond)):
+        with pytest.raises(ConfigError, match=name):
+            simulate(**(SMALL | {name: kind}))
 
 
 def test_the_low_level_call_takes_names_and_refuses_what_is_none():
@@ -494,7 +529,7 @@ def test_pictures_are_refused_where_they_cannot_be_written(tmp_path):
             ["--gpu-blocks", "9", "--memory-utilization", "0.5"],
             "--gpu-blocks 9 and --memory-utilization 0.5 both",
         ),
-        (["--link", "0"], "--link: 0 must be GB/s, more than 0"),
+        (["--link", "0"], "--link: 0 must be GB/s, from 0.001 to"),
         (["--input-len", "0"], "--input-len: '0' must be a length of at least 1"),
         (["--input-len", "5:3"], "--input-len: '5:3' must be a length"),
         (["--arrivals", "closed:0"], "'closed:0': CLIENTS must lie in [1, "),

@@ -489,9 +489,9 @@ def test_costs_and_policies_that_raise_are_named_by_what_they_were_asked():
                 raise LookupError("no such size")
             return 1.0
 
-    said = r"Breaks.swap_out_seconds\(\d+,\) raised LookupError: no such size"
+    said = r"Breaks.swap_out_seconds\(\d+\) raised LookupError: no such size"
     with pytest.raises(
-        UserCodeError, match=rf"{said} .*, asked by AdaptiveAction.choose, about request '1'$"
+        UserCodeError, match=rf"{said} .*, asked by AdaptiveAction.choose, about request '1'; mend it"
     ):
         simulate(TWO, config(), "paper_strategy", Breaks(), overlap_swaps=False)
 

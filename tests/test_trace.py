@@ -228,6 +228,11 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
             ConfigError,
             "version 5; .* reads 1 to 4",
         ),
+        (
+            lambda text: text.replace('"version": 4', '"version": [4]'),
+            ConfigError,
+            r"version \[4\]; .* reads 1 to 4",
+        ),
         (lambda text: text.replace('"notes"', '"extra"'), ConfigError, "has the keys .*extra.*; a trace has"),
         (lambda text: text.replace("2.25", "NaN"), ConfigError, "NaN is no JSON value"),
         (lambda text: text.replace("2.25", "0.25"), RequestError, r"t.json: arrival_times must not decrease"),
@@ -350,7 +355,9 @@ def test_a_feed_waits_for_answers_and_thinks():
 class Words:
     """A tokenizer by words."""
 
-    def encode(self, text, add_special_tokens):
+    bos_token_id = None
+
+    def encode(self, text, add_special_tokens, verbose):
         assert not add_special_tokens
         return text.split()
 

@@ -366,6 +366,16 @@ def test_a_class_that_answers_in_part_is_told_what_it_lacks():
         as_policy(Half(), COSTS)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("score", r"PriorityPolicy it lacks score\(request"), ("choose", "choose\\(victim")],
+)
+def test_a_class_whose_method_takes_other_arguments_is_told_which(name, expected):
+    answer = type("Mine", (), {name: lambda self: 0.0})()
+    with pytest.raises(ConfigError, match=expected):
+        as_policy(answer, COSTS)
+
+
 def methods(*names):
     """An object of a class that has these methods, each of which takes a request and the time."""
     return type("Mine", (), {name: lambda self, request, now: 0.0 for name in names})()

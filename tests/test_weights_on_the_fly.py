@@ -134,11 +134,21 @@ def test_other_dtypes_are_cast(llm, params):
 
 def test_what_does_not_match_changes_nothing(llm, params):
     before = tokens(answers(llm))
+
+    class OfTorch:
+        """What another library's array looks like."""
+
+        shape, dtype = params["norm.weight"].shape, "torch.float32"
+
     for wrong, message in (
         ({**params, "norm.weight": params["norm.weight"][:-1]}, r"norm\.weight is \[\d+\], expected \[\d+\]"),
         ({name: x for name, x in params.items() if name != "norm.weight"}, r"missing: norm\.weight"),
         ({**params, "head": params["norm.weight"]}, "unexpected: head"),
         ({**params, "norm.weight": params["norm.weight"].astype(int)}, "expected floating-point numbers"),
+        (
+            {**params, "norm.weight": OfTorch()},
+            r"norm\.weight is a .*OfTorch, expected an array of JAX or NumPy",
+        ),
         ([1], "params must be weights by name"),
         ({}, "missing"),
     ):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import jaxllm
 from jaxllm.engine.speculation import SpeculativeConfig
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, shown
 from jaxllm.predictors.base import COST_KINDS
 from jaxllm.predictors.online import KindReport
 from jaxllm.sched.config import SchedulerConfig
@@ -61,12 +61,17 @@ def read_ledger(path: str | Path) -> Ledger:
     """The ledger that a run wrote to `path`.
 
     Raises:
-        ConfigError: a line is not one of a ledger's, or time goes back from one step to the next; the last
-            line may be cut off, as a killed run leaves it: it is left out, and `Ledger.cut_line` its number.
+        ConfigError: the file cannot be read, a line is not one of a ledger's, or time goes back from one step
+            to the next; the last line may be cut off, as a killed run leaves it: it is left out, and
+            `Ledger.cut_line` its number.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"the path of a ledger must be a string or a path, got {shown(path)}")
     ledger = Ledger()
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a ledger's, which are text in UTF-8: {error}") from None
     num_read = 0

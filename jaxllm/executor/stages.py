@@ -17,15 +17,16 @@ The pool is one array, cut by layers, so that whoever copies blocks sees all of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.executor.placement import BY_KV_HEADS, ON_EACH, Placement
-from jaxllm.executor.programs import EngineState, PackedStep, ProgramKey, state_shapes, unpacked
+from jaxllm.executor.programs import EngineState, PackedStep, ProgramKey, rows_in_use, state_shapes, unpacked
 from jaxllm.executor.sampler import PackedSlotParams, Sampling
 from jaxllm.executor.step import (
     DecodeInputs,
@@ -87,11 +88,13 @@ class LoweredStages(NamedTuple):
 
     placement: Placement
     names: list[list[str]]
+    num_batches: Callable[[np.ndarray], int]
     parts: list[jax.stages.Lowered]
 
     def compile(self) -> StagedProgram:
         """All of them."""
-        return StagedProgram(self.placement, self.names, [part.compile() for part in self.parts])
+        parts = [part.compile() for part in self.parts]
+        return StagedProgram(self.placement, self.names, self.num_batches, parts)
 
 
 class StagedProgram:
@@ -100,30 +103,36 @@ class StagedProgram:
     Args:
         placement: of the stages.
         names: of the weights of each stage.
+        num_batches: in how many micro-batches, the first ones, the rows of a packed step are.
         parts: the program of inputs, that of each stage, and that which samples.
     """
 
     def __init__(
-        self, placement: Placement, names: list[list[str]], parts: list[jax.stages.Compiled]
+        self,
+        placement: Placement,
+        names: list[list[str]],
+        num_batches: Callable[[np.ndarray], int],
+        parts: list[jax.stages.Compiled],
     ) -> None:
-        self._stages, self._names = placement.stages, names
+        self._stages, self._names, self._num_batches = placement.stages, names, num_batches
         self._begin, *self._layers, self._end = parts
         self._parts = parts
 
     def __call__(
-        self, params: Params, state: EngineState, slot_params: PackedSlotParams, packed: Any
+        self, params: Params, state: EngineState, slot_params: PackedSlotParams, packed: np.ndarray
     ) -> tuple[EngineState, StepOutputs]:
         """As a compiled `programs.step_program`; the host waits for no stage."""
         weights = [{name: params[name] for name in names} for names in self._names]
         pools, streams = self._split(state.pool), []
         history, tables, rows, batches = self._begin({}, state.history, state.tables, slot_params, packed)
-        for batch in batches:
+        for batch in batches[: self._num_batches(packed)]:
             stream = None
             for place, stage in enumerate(self._stages):
                 given = batch, stream
                 given = given if place == 0 else jax.device_put(given, stage.sharding())
                 pools[place], stream = self._layers[place](weights[place], pools[place], *given)
             streams.append(stream)
+        streams += streams[:1] * (len(batches) - len(streams))  # of padding, which nobody reads
         streams = jax.device_put(streams, self._stages[0].sharding())
         history, outputs = self._end(weights[0], history, slot_params, rows, streams)
         return EngineState(self._joined(state.pool, pools), history, tables), outputs
@@ -202,7 +211,7 @@ def lower_stages(
 
     each, pool = ON_EACH, BY_KV_HEADS
     count = num_micro_batches(key.rows, len(stages)) if key.max_chunks else 1
-    sizes = {"max_num_seqs": max_num_seqs, "block_size": block_size, "num_batches": count}
+    sizes: Any = {"max_num_seqs": max_num_seqs, "block_size": block_size, "num_batches": count}
     begin = functools.partial(_begin, key=key, **sizes)
     given: tuple[Any, ...] = state.history, state.tables, slot_params, packed
     *_, rows, batches = lower(0, begin, (each,) * 4, (each,) * 4, given, (1, 2), ())
@@ -214,7 +223,14 @@ def lower_stages(
     end = functools.partial(_end, sampling=key.sampling, processors=processors)
     given = state.history, slot_params, rows, [stream] * count
     lower(0, end, (each,) * 4, (each, each), given, (1,), names[0])
-    return LoweredStages(placement, names, lowered)
+
+    def num_batches(packed: np.ndarray) -> int:
+        if count == 1:
+            return 1
+        used = rows_in_use(key, max_num_seqs, block_size, packed)
+        return max(1, -(-used * count // key.rows))
+
+    return LoweredStages(placement, names, num_batches, lowered)
 
 
 def _bound(

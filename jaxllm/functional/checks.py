@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from jax.interpreters import batching, mlir
 
 from jaxllm.errors import ConfigError, RequestError, WeightsError, shown
 from jaxllm.models.architecture import ModelConfig
+from jaxllm.models.config import check_model_config
 from jaxllm.models.layers import Edit
 from jaxllm.models.registry import abstract_params
 from jaxllm.pallas_kernels import REFERENCE
@@ -44,10 +46,7 @@ def is_known(*values: Any) -> bool:
 
 def check_sizes(config: ModelConfig, **sizes: int) -> None:
     """Verify a configuration, and that sizes are positive integers."""
-    if not isinstance(config, ModelConfig):
-        raise ConfigError(
-            f"config={shown(config)} must be a model's: config_from_dict(read_hf_config(folder)) makes it"
-        )
+    check_model_config(config)
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size < 2**31:
             raise ConfigError(f"{name}={shown(size)} must be an integer of at least 1")
@@ -62,7 +61,7 @@ def checked_params(params: Params, config: ModelConfig) -> Params:
             f"{shown(list(params)[:3]) if isinstance(params, Mapping) else type(params).__name__}"
         )
     for name, weight in params.items():
-        if not hasattr(weight, "shape") or not hasattr(weight, "dtype"):
+        if not _is_array(weight):
             raise ConfigError(
                 f"params[{name!r}] is {shown(weight, 60)}, and must be an array, as load_params(folder, "
                 "config) returns; where some are trained apart, join them before: {**frozen, **trained}"
@@ -75,6 +74,15 @@ def checked_params(params: Params, config: ModelConfig) -> Params:
     if any(isinstance(weight, np.ndarray) for weight in params.values()):
         return {name: jnp.asarray(weight) for name, weight in params.items()}
     return params
+
+
+def _is_array(weight: Any) -> bool:
+    """Whether it has a shape, and a dtype that JAX knows, which torch's are not."""
+    try:
+        jnp.dtype(weight.dtype)
+    except (AttributeError, TypeError):
+        return False
+    return hasattr(weight, "shape")
 
 
 @functools.lru_cache(maxsize=16)
@@ -114,12 +122,28 @@ def checked_edit(edit: Edit | None) -> Edit | None:
     return verified
 
 
-def integers(name: str, value: Any, num_dims: int) -> Any:
-    """As an array of that many dimensions."""
+def _array(name: str, value: Any) -> Any:
+    """One of JAX's or NumPy's as it is, what NumPy can make one of as that."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return value
     try:
-        found = value if hasattr(value, "dtype") else np.asarray(value)
+        return np.asarray(value)
     except ValueError as error:  # rows of several lengths
         raise RequestError(f"{name} must be an array: pad rows to one length ({error})") from error
+
+
+def checked_mask(mask: Any, shape: tuple[Any, ...]) -> jax.Array:
+    """How much each token of so many counts, float32."""
+    found = _array("mask", mask)
+    if found.shape != shape:
+        raise RequestError(f"mask {found.shape} must be of the shape of tokens, {shape}")
+    check_range("mask", found, 0, float(np.finfo(np.float32).max))
+    return jnp.asarray(found, jnp.float32)
+
+
+def integers(name: str, value: Any, num_dims: int) -> Any:
+    """As an array of that many dimensions."""
+    found = _array(name, value)
     if not hasattr(value, "dtype") and not found.size:
         found = found.astype(np.int32)
     if found.ndim != num_dims or not jnp.issubdtype(found.dtype, jnp.integer):
@@ -142,9 +166,21 @@ def checked_prompts(config: ModelConfig, tokens: Any, lengths: Any) -> tuple[jax
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
 
-def check_cache(config: ModelConfig, cache: tuple[jax.Array, jax.Array], lengths: jax.Array) -> None:
+def parts_of(cache: Any) -> tuple[jax.Array, jax.Array]:
+    """The pool and the block tables of a cache."""
+    pool, tables = getattr(cache, "pool", None), getattr(cache, "block_tables", None)
+    if pool is None or tables is None:
+        raise ConfigError(
+            f"cache={shown(cache, 60)} must be a KVCache, with a pool and block_tables: make it with "
+            "init_cache(config, batch_size, max_len)"
+        )
+    return pool, tables
+
+
+def check_cache(config: ModelConfig, cache: Any, lengths: jax.Array) -> None:
     """Verify that a cache is of the model, and has room for rows of these lengths."""
-    pool, tables = cache
+    pool, tables = parts_of(cache)
+    tables = integers("block_tables", tables, 2)
     block_size = pool.shape[4] if pool.ndim == 6 else 0
     width = KVLayout(layout_of(pool).dtype, config.head_dim).width if pool.ndim == 6 else 0
     expected = config.num_layers, 2, config.num_kv_heads, block_size, width
@@ -154,6 +190,9 @@ def check_cache(config: ModelConfig, cache: tuple[jax.Array, jax.Array], lengths
             f"{lengths.shape[0]} rows: make it with init_cache(config, {lengths.shape[0]}, max_len)"
         )
     check_range("lengths (of a cache with so much room)", lengths, 0, tables.shape[1] * block_size)
+    if is_known(tables, lengths):
+        is_used = np.arange(tables.shape[1]) * block_size < np.asarray(lengths)[:, None]
+        check_range("block_tables", np.asarray(tables)[is_used], 0, pool.shape[0] - 1)
 
 
 def check_positions(config: ModelConfig, length: Any) -> None:
@@ -227,6 +266,15 @@ def transformable(
 def check_key(key: Any) -> None:
     """Verify a PRNG key, typed or raw."""
     is_typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    is_raw = getattr(key, "dtype", None) == np.uint32 and key.ndim == 1
+    is_raw = getattr(key, "dtype", None) == np.uint32 and key.shape == _raw_shape(_generator(jax.config))
     if not (is_typed and key.ndim == 0) and not is_raw:
         raise RequestError(f"key={shown(key)} must be a PRNG key: jax.random.key(0)")
+
+
+_generator = operator.attrgetter("jax_default_prng_impl")
+
+
+@functools.lru_cache(maxsize=8)
+def _raw_shape(implementation: str) -> tuple[int, ...]:
+    """Of the raw keys of a generator."""
+    return jax.eval_shape(lambda: jax.random.PRNGKey(0, impl=implementation)).shape

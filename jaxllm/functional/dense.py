@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import export
 
 from jaxllm.errors import RequestError
 from jaxllm.functional.checks import (
@@ -15,6 +15,7 @@ from jaxllm.functional.checks import (
     check_positions,
     check_range,
     checked_edit,
+    checked_mask,
     checked_params,
     integers,
     is_known,
@@ -45,6 +46,9 @@ class Activations(NamedTuple):
     queries: tuple[jax.Array, ...]
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
+
+
+export.register_namedtuple_serialization(Activations, serialized_name="jaxllm.Activations")
 
 
 @under_jax_defaults
@@ -93,9 +97,10 @@ def logprobs(
     Arguments and errors are those of `logits`.
     """
     tokens = integers("tokens", tokens, 2)
-    scores = logits(params, config, tokens, edit=edit, remat=remat)[:, :-1]
-    of_tokens = jnp.take_along_axis(scores, jnp.asarray(tokens, jnp.int32)[:, 1:, None], axis=2)[..., 0]
-    return of_tokens - jax.nn.logsumexp(scores, axis=2)
+    scores = logits(params, config, tokens, edit=edit, remat=remat)
+    following = jnp.roll(jnp.asarray(tokens, jnp.int32), -1, axis=1)
+    of_following = jnp.take_along_axis(scores, following[..., None], axis=2)[:, :-1, 0]
+    return of_following - jax.nn.logsumexp(scores[:, :-1], axis=2)
 
 
 @under_jax_defaults
@@ -114,23 +119,21 @@ def loss(
         params: weights by name.
         config: the model's configuration (static).
         tokens: [B, L] integers, L at least 2.
-        mask: [B, L], how much each token counts as a target, such as 0 in padding and in prompts; those of
-            first tokens are not read. All count alike if None.
+        mask: [B, L], at least 0, how much each token counts as a target, such as 0 in padding and in prompts;
+            those of first tokens are not used. All count alike if None.
         edit: as in `logits`.
         remat: as in `logits`.
 
     Raises:
-        ConfigError, RequestError: as `logits`; or `mask` is not of the tokens' shape.
+        ConfigError, RequestError: as `logits`; or `mask` is not of the tokens' shape, or known and negative.
     """
     tokens = integers("tokens", tokens, 2)
     if isinstance(tokens.shape[1], int) and tokens.shape[1] < 2:
         raise RequestError(f"tokens {tokens.shape} have no next token to predict: give rows of 2 or more")
-    if mask is not None and np.shape(mask) != tokens.shape:
-        raise RequestError(f"mask {np.shape(mask)} must be of the shape of tokens, {tokens.shape}")
+    weights = None if mask is None else checked_mask(mask, tokens.shape)[:, 1:]
     found = logprobs(params, config, tokens, edit=edit, remat=remat)
-    if mask is None:
+    if weights is None:
         return -jnp.mean(found)
-    weights = jnp.asarray(mask, jnp.float32)[:, 1:]
     return -jnp.sum(found * weights) / jnp.maximum(jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
 
 

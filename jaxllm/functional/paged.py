@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from jaxllm.errors import RequestError
+from jaxllm.errors import RequestError, shown
 from jaxllm.executor.sampler import Sampling, SlotParams
 from jaxllm.executor.step import (
     DecodeInputs,
@@ -36,6 +36,7 @@ from jaxllm.functional.checks import (
     checked_prompts,
     integers,
     is_known,
+    parts_of,
     transformable,
 )
 from jaxllm.models.architecture import ModelConfig
@@ -117,13 +118,15 @@ def fork(cache: KVCache, rows: jax.Array) -> KVCache:
         rows: [N] int32, of `cache`; one may occur any number of times.
 
     Raises:
+        ConfigError: `cache` is none.
         RequestError: `rows` is no vector of integers, or (outside of a caller's `jax.jit`) one is not there.
     """
+    pool, tables = parts_of(cache)
     rows = integers("rows", rows, 1)
-    check_range("rows", rows, 0, cache.block_tables.shape[0] - 1)
-    tables = cache.block_tables[jnp.asarray(rows, jnp.int32)]
+    check_range("rows", rows, 0, tables.shape[0] - 1)
+    tables = tables[jnp.asarray(rows, jnp.int32)]
     own = jnp.arange(tables.size, dtype=jnp.int32).reshape(tables.shape)
-    return KVCache(cache.pool[tables.reshape(-1)], own)
+    return KVCache(pool[tables.reshape(-1)], own)
 
 
 @under_jax_defaults
@@ -167,7 +170,7 @@ def prefill(
     before = jnp.zeros_like(lengths) if cached is None else integers("cached", cached, 1)
     if before.shape != lengths.shape:
         raise RequestError(f"cached {before.shape} and lengths {lengths.shape} must both be [B]")
-    check_range("cached", before, 0, math.inf)
+    check_range("cached", before, 0, config.max_model_len)
     before = jnp.asarray(before, jnp.int32)
     check_cache(config, cache, before + lengths)
     check_lengths(config, before + lengths)
@@ -310,6 +313,12 @@ def generate(
                 f"{name} {np.shape(value)} must be a number, or one for each row [{batch_size}]"
             )
         check_range(name, value, low, high)
+    if not jnp.issubdtype(jnp.result_type(top_k), jnp.integer):
+        raise RequestError(f"top_k={shown(top_k)} must be an integer, or one for each row")
+    if isinstance(eos_token_ids, Iterable) and not is_known(*eos_token_ids):
+        raise RequestError(
+            "eos_token_ids must be known while a program is traced: close over them, as a tuple"
+        )
     ends = integers("eos_token_ids", [*eos_token_ids] if isinstance(eos_token_ids, Iterable) else 0, 1)
     check_range("eos_token_ids", ends, 0, config.vocab_size - 1)
     max_len = prompt_len + max_new_tokens

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.errors import WeightsError, shown
 from jaxllm.models.architecture import ModelConfig
@@ -33,6 +34,8 @@ def check_given(config: ModelConfig, params: Any) -> None:
             wrong.append(f"{name} is of codes: pass numbers, as load_params(folder, config) returns")
         elif getattr(value, "shape", None) != shape:
             wrong.append(f"{name} is {list(getattr(value, 'shape', ()))}, expected {list(shape)}")
+        elif not isinstance(value, jax.Array | np.ndarray):
+            wrong.append(f"{name} is a {type(value).__qualname__}, expected an array of JAX or NumPy")
         elif isinstance(value, jax.Array) and value.is_deleted():
             wrong.append(f"{name} is deleted: it was donated, or its memory given back")
         elif not jnp.issubdtype(value.dtype, jnp.floating):

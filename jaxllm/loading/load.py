@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.errors import ConfigError, WeightsError
+from jaxllm.errors import ConfigError, WeightsError, shown
 from jaxllm.loading.dummy import dummy_params
 from jaxllm.loading.orbax_format import has_orbax_params, load_orbax, stored_dtype
 from jaxllm.loading.safetensors_format import linear_dtype_of, load_safetensors, stored_formats
 from jaxllm.loading.shards import INDEX_FILE, SINGLE_FILE, list_tensors
 from jaxllm.models.architecture import ModelConfig
-from jaxllm.models.config import read_hf_config
+from jaxllm.models.config import check_model_config, read_hf_config
 from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.quantisation import quantisation_of
 from jaxllm.models.registry import PLAIN, Params
@@ -47,9 +47,12 @@ def load_params(
             cache too, for jit compiles anew when an argument goes from uncommitted to committed.
 
     Raises:
-        ConfigError: unknown `dtype` or `load_format`.
+        ConfigError: unknown `dtype` or `load_format`, or `path` or `config` is none.
         WeightsError: the weights are missing, corrupt, or do not match `config`.
     """
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"path={shown(path)} must be that of a checkpoint's folder")
+    check_model_config(config)
     return dict(iter_params(path, config, dtype, load_format=load_format, seed=seed, device=device))
 
 

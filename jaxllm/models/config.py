@@ -73,6 +73,18 @@ def config_from_dict(
     return dataclasses.replace(config, architecture=architecture, has_kv_scales=has_kv_scales)
 
 
+def check_model_config(config: object) -> None:
+    """Verify that something is a model's configuration.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(
+            f"config={shown(config)} must be a model's: config_from_dict(read_hf_config(folder)) makes it"
+        )
+
+
 def _model_type(architecture: Architecture) -> str:
     return architecture.model_type or architecture.name.removesuffix("ForCausalLM").lower()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,13 +54,13 @@ def save(figure: Figure, path: Path) -> None:
     """Write a figure, and close it.
 
     Raises:
-        ConfigError: matplotlib writes no such files.
+        ConfigError: matplotlib writes no such files, or this one cannot be written.
     """
     from matplotlib import pyplot
 
     try:
         figure.savefig(path, dpi=120)
-    except ValueError as error:
-        raise ConfigError(f"--plot {path}: {error}") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--plot {path}: {reason(error)}; name another file") from error
     finally:
         pyplot.close(figure)

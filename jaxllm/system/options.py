@@ -18,6 +18,8 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from jaxllm.errors import ConfigError, JaxllmError, did_you_mean, shown
 from jaxllm.system.json_text import parse as parse_json
 
@@ -121,12 +123,12 @@ def check_options(settings: Any) -> None:
 
 
 def checked(settings: type, name: str, value: Any) -> Any:
-    """A value of an option, as it is to be stored.
+    """A value of an option, as it is to be stored; NumPy's numbers become Python's.
 
     Raises:
         ConfigError: it is not supported, or out of range.
     """
-    return value_checks(settings)[name](name, value)
+    return value_checks(settings)[name](name, value.item() if isinstance(value, np.generic) else value)
 
 
 @functools.cache

@@ -125,7 +125,11 @@ def _answers(found: Any) -> str:
 def _nearest(found: Any) -> str:
     """What an object lacks of the protocols that it answers for the most part, and names nearly right."""
     asked = {protocol: _lacks(found, protocol) for protocol in QUESTIONS.values()}
-    in_part = {one: lacking for one, lacking in asked.items() if 0 < len(lacking) < len(members_of(one))}
+    in_part = {
+        one: lacking
+        for one, lacking in asked.items()
+        if 0 < len(lacking) < len(members_of(one)) or any("(" in name for name in lacking)
+    }
     known = {*QUESTIONS, *(name for protocol in asked for name in members_of(protocol))}
     if not in_part:
         parts = [name for name in QUESTIONS if hasattr(found, name)]

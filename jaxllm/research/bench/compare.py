@@ -16,10 +16,11 @@ import numpy as np
 from scipy.stats import norm
 from scipy.stats import t as student_t
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, shown
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.bench.replay import replay
 from jaxllm.research.figures import import_pyplot, save
+from jaxllm.research.workloads.checks import MAX_SEED, check_integer
 from jaxllm.sched.presets import as_policy
 
 if TYPE_CHECKING:
@@ -239,6 +240,11 @@ def compare_replays(
             for.
         RequestTooLargeError: a request of the trace can never fit.
     """
+    if not isinstance(arms, Mapping):
+        raise ConfigError(
+            f"arms={shown(arms)} must be policies by name, such as {{'mine': ..., 'v1': 'vllm_v1'}}"
+        )
+    seed = check_integer("seed", seed, 0, MAX_SEED)
     if len(arms) < 2 or isinstance(repetitions, bool) or repetitions < _FEWEST:
         raise ConfigError(
             f"{len(arms)} arms and repetitions={repetitions}: a comparison takes two arms or more, and at "

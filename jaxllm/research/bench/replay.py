@@ -14,11 +14,11 @@ import numpy as np
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.ledgers import header_of
 from jaxllm.engine.observer import StepObserver, predicted_seconds
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, shown
 from jaxllm.executor import compile_stats
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.own import type_name
-from jaxllm.research.workloads import Feed, Trace
+from jaxllm.research.workloads import Feed, Trace, fit_trace
 from jaxllm.research.workloads.result import RunResult, TimeSpent
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.baselines import VLLM025
@@ -55,7 +55,8 @@ class Replay:
         runs_ahead: whether steps are dispatched ahead.
 
     Raises:
-        ConfigError: `llm` is busy, or `config` exceeds what it was built for.
+        ConfigError: `llm` is busy, asleep or closed, or `config` exceeds what it was built for.
+        RequestTooLargeError: a request of the trace has more tokens than `config` allows.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Replay:
         async_scheduling: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        _check(llm, config)
+        _check(llm, trace, config)
         if not policy.shares_prefixes:
             config = dataclasses.replace(config, enable_prefix_caching=False)
         llm.reset_prefix_cache()  # the pool will hold something else
@@ -269,7 +270,17 @@ def replay_side_by_side(runs: Sequence[Replay], slice_seconds: float = 0.05) -> 
     return [run.result() for run in runs]
 
 
-def _check(llm: LLM, config: SchedulerConfig) -> None:
+def _check(llm: LLM, trace: Trace, config: SchedulerConfig) -> None:
+    if not isinstance(trace, Trace):
+        raise ConfigError(
+            f"trace={shown(trace)} must be a Trace: load_trace(path) and make_trace(...) make one"
+        )
+    if llm.engine.is_closed or llm.engine.is_asleep:
+        state = (
+            "was closed, or has failed: make" if llm.engine.is_closed else "sleeps: call wake_up(), or make"
+        )
+        raise ConfigError(f"cannot replay a trace on an engine that {state} a new LLM")
+    fit_trace(trace, config.max_model_len, limit_name="max_model_len")
     if llm.engine.has_unfinished_requests:
         raise ConfigError("cannot replay a trace while requests are running; finish or abort them first")
     built = llm.engine.scheduler.config

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxllm.commands.options import API_KEYS_VARIABLE, note
 from jaxllm.errors import ConfigError, reason
+from jaxllm.models.config import read_hf_config
 from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.research.commands.rows import add_on_bad
 from jaxllm.research.compare import report
@@ -37,6 +38,7 @@ MAX_MODEL_LEN = 1024
 MAX_DISAGREEMENT = 0.05
 """Rounding decides near-ties: about one greedy token in 10^4 of a random-weight model in float32."""
 _EXIT_DIFFERENT = 1
+_SIZES = ("vocab_size", "num_attention_heads", "hidden_size", "num_hidden_layers")
 _POSITIVE = ("repetitions", "threads", "num_requests", "max_num_seqs", "max_num_batched_tokens")
 
 
@@ -219,6 +221,8 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{name}={getattr(args, name)} must be at least 1")
     if args.rate is not None and not 0 <= args.rate < float("inf"):
         raise ConfigError(f"rate={args.rate} must be requests a second, or 0 for a trace's own times")
+    if not 0 <= args.max_disagreement <= 1:
+        raise ConfigError(f"max_disagreement={args.max_disagreement} must be a share, from 0 to 1")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if args.threads > cores:
         raise ConfigError(
@@ -235,7 +239,12 @@ def measure(args: argparse.Namespace, environments: Path, command: str) -> Itera
     Raises:
         ConfigError: an argument does not fit the others or the model.
     """
-    config = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
+    config = read_hf_config(args.model)
+    if lacking := [name for name in _SIZES if not isinstance(config.get(name), int)]:
+        raise ConfigError(
+            f"{str(args.model / 'config.json')!r} has no {', '.join(lacking)}, by which workloads and pools "
+            "are made: name the checkpoint folder of a decoder"
+        )
     backends = get_backends(args.backends, args.server)
     pythons = interpreters(args.python, backends, environments)
     workloads = _workloads(args, config)

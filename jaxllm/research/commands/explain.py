@@ -75,10 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(path: str) -> Ledger:
-    try:
-        ledger = read_ledger(path)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path!r}: {error.strerror}") from error
+    ledger = read_ledger(path)
     if ledger.cut_line is not None:
         note(
             f"{path}, line {ledger.cut_line}, the last, is cut off: its run was killed, or goes on; what is "

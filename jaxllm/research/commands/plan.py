@@ -105,7 +105,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--pipeline-parallel",
         default="1",
         metavar="N,...",
-        help="stages of layers, likewise; the engine has one (default: %(default)s)",
+        help="stages of layers, likewise (default: %(default)s)",
     )
     parser.add_argument(
         "--within",

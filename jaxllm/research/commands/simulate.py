@@ -29,8 +29,8 @@ def size(text: str) -> float:
 
 def gigabytes_a_second(text: str) -> float:
     """Bytes a second, of so many GB/s."""
-    if not 1e-9 <= float(text) <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} must be GB/s, more than 0 and at most 1e6")
+    if not 1e-3 <= float(text) <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} must be GB/s, from 0.001 to 1e6")
     return float(text) * 1e9
 
 

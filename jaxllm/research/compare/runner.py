@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxllm.research.compare.backends import Backend
 from jaxllm.research.compare.energy import EnergyMeter
+from jaxllm.research.compare.install import RECIPES
 from jaxllm.research.compare.latency import summarise
 from jaxllm.research.compare.process import Worker, WorkerError
 from jaxllm.research.compare.workloads import Workload, save_workload
@@ -193,8 +194,11 @@ class Comparison:
         try:
             return worker.call(command, timeout=self._timeout, **fields)
         except WorkerError as error:
-            self._fail(name, str(error))
-            _say(f"{name} failed: {error}\n  its log ends with:\n{_tail(worker.log)}")
+            said = str(error)
+            if name in RECIPES and said.startswith("ModuleNotFoundError"):
+                said += f"; jaxllm compare --install {name} makes an environment that has it"
+            self._fail(name, said)
+            _say(f"{name} failed: {said}\n  its log ends with:\n{_tail(worker.log)}")
             self._workers.pop(name).close()
             return None
 

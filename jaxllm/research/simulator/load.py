@@ -24,7 +24,9 @@ from jaxllm.research.workloads import (
     make_trace,
     parse_arrivals,
 )
+from jaxllm.research.workloads.checks import MAX_LEN, MAX_REQUESTS, check_integer
 from jaxllm.research.workloads.seeding import Stream, generator
+from jaxllm.research.workloads.topics import TopicOutputs
 
 _NUM_PROMPTS = 1000
 
@@ -49,6 +51,8 @@ class Load:
         closed: int | None,
         reading: Mapping[str, Any],
     ) -> None:
+        if num_prompts is not None:
+            num_prompts = check_integer("num_prompts", num_prompts, 1, MAX_REQUESTS)
         self._rate, self._arrivals = rate, _arrivals(arrivals, rate, closed)
         self._dataset, self._count, self._outputs = dataset, num_prompts, _lengths(output_len)
         self._trace: Trace | None = None
@@ -102,9 +106,8 @@ class Load:
     def _drawn(self, seed: int) -> Trace:
         count = _NUM_PROMPTS if self._count is None else self._count
         outputs, arrivals = self._outputs, self._arrivals or AllAtOnce()
-        return make_trace(
-            self._dataset, count, outputs.longest, outputs=outputs, arrivals=arrivals, seed=seed
-        )
+        longest = getattr(outputs, "longest", MAX_LEN)  # which bounds nothing
+        return make_trace(self._dataset, count, longest, outputs=outputs, arrivals=arrivals, seed=seed)
 
     def _sent(self, trace: Trace, seed: int) -> Trace:
         """The trace with the arrivals that were asked for."""
@@ -168,18 +171,20 @@ def _arrivals(
     if rate is not None:
         return Poisson(rate)
     if closed is not None:
-        return ClosedLoop(closed)
+        return ClosedLoop(check_integer("closed", closed, 1, MAX_REQUESTS))
     if given is None or not isinstance(given, str):
-        if given is not None and not hasattr(given, "times"):
+        if given is not None and (isinstance(given, type) or not hasattr(given, "times")):
             raise ConfigError(f"arrivals={shown(given)} is no arrival process; use Poisson(rate), ...")
         return given
     return parse_arrivals(given)
 
 
-def _lengths(given: UniformLengths | LognormalLengths | int) -> UniformLengths | LognormalLengths:
-    if isinstance(given, UniformLengths | LognormalLengths):
+def _lengths(given: Any) -> Any:
+    """What outputs are drawn from: ours, or one's own."""
+    if hasattr(given, "sample") and not isinstance(given, type | TopicOutputs):
         return given
-    return UniformLengths(shortest=given, longest=given)
+    length = check_integer("output_len", given, 1, MAX_LEN)
+    return UniformLengths(shortest=length, longest=length)
 
 
 def _resampled(trace: Trace, seed: int) -> Trace:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from jaxllm.errors import ConfigError, did_you_mean, is_outside
+from jaxllm.errors import ConfigError, did_you_mean, is_outside, shown
 from jaxllm.predictors.base import CostModel, ModelShape, check_integer
 from jaxllm.predictors.devices import DeviceSpec
 from jaxllm.predictors.own import checked
@@ -29,7 +30,8 @@ from jaxllm.research.workloads import (
     UniformLengths,
     load_trace,
 )
-from jaxllm.research.workloads.checks import check_choice
+from jaxllm.research.workloads.checks import MAX_SEED, check_choice
+from jaxllm.research.workloads.checks import check_integer as check_seed
 from jaxllm.research.workloads.fitting import TooLong, fit_trace
 from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.config import SchedulerConfig
@@ -40,6 +42,8 @@ POLICIES = ("adaptive", "vllm_v1")
 _MAX_SEEDS = 1000
 _OF_LOAD = ("path", "limit", "seed", "name", "max_len")  # of `load_trace`, and have other words here
 Policy = str | SchedulingPolicy | Callable[[CostModel], SchedulingPolicy]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 Lengths = UniformLengths | LognormalLengths | int
 
 
@@ -233,6 +237,20 @@ def _written(value: Interval, scale: float, form: str) -> str:
     return mean if value.high == np.inf else f"{mean} ± {format(scale * (value.high - value.low) / 2, form)}"
 
 
+def _plain(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function whose arguments may be numbers of NumPy, as those of sweeps are."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **named: _P.kwargs) -> _R:
+        plain: Any = {
+            name: value.item() if isinstance(value, np.generic) else value for name, value in named.items()
+        }
+        return function(*args, **plain)
+
+    return call
+
+
+@_plain
 def simulate(
     trace: Trace | str | os.PathLike[str] | None = None,
     *,
@@ -325,6 +343,8 @@ def simulate(
         link=link,
         tensor_parallel=tensor_parallel,
     )
+    if not isinstance(overlap_swaps, bool):
+        raise ConfigError(f"overlap_swaps={shown(overlap_swaps)} must be True or False")
     drafts, draft_costs = SimulatedDrafts.of(speculative_config), None
     if drafts is not None and drafts.model is not None:
         draft_costs = make_system(
@@ -400,7 +420,7 @@ def policies_of(
     """
     named: list[tuple[str, Policy]]
     if isinstance(given, Mapping):
-        named = list(given.items())
+        named = [(str(name), policy) for name, policy in given.items()]
     else:
         if not isinstance(given, str | Sequence):
             given = [given]
@@ -428,10 +448,11 @@ def _maker(policy: Policy) -> Callable[[CostModel], SchedulingPolicy]:
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(seeds, Sequence) and not isinstance(seeds, str):
-        if not seeds or len(set(seeds)) < len(seeds):
+    if isinstance(seeds, Sequence | np.ndarray) and not isinstance(seeds, str):
+        found = tuple(check_seed("seed", one, 0, MAX_SEED) for one in seeds)
+        if not found or len(set(found)) < len(found):
             raise ConfigError(f"seeds={seeds!r} must be different ones, at least one")
-        return tuple(seeds)
+        return found
     check_integer("seeds", seeds, 1, _MAX_SEEDS)
     assert isinstance(seeds, int)
     return tuple(range(seeds))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import CapacityError, ConfigError, did_you_mean, shown
-from jaxllm.predictors.base import CostModel, ModelShape, check_integer, check_number
+from jaxllm.predictors.base import CostModel, ModelShape, check_integer, check_link, check_number
 from jaxllm.predictors.devices import DeviceSpec, device_spec
 from jaxllm.predictors.own import own_costs
 from jaxllm.predictors.roofline import RooflineCostModel
@@ -212,7 +212,7 @@ def _costs(
         if link is None:
             roofline = RooflineCostModel(shape, device, block_size=block_size)
         else:
-            check_number("link", link, 1.0, 1e15)
+            check_link(link)
             linked = dataclasses.replace(device, host_bandwidth=link)
             roofline = RooflineCostModel(shape, linked, block_size=block_size, link_efficiency=1.0)
         return roofline, "a roofline of data-sheet rates"

@@ -7,7 +7,7 @@ import numbers
 import operator
 from typing import NoReturn
 
-from jaxllm.errors import ConfigError, RequestError
+from jaxllm.errors import ConfigError, RequestError, shown
 
 MAX_REQUESTS = 2**25  # requests of a trace; the week-long public traces have 17 and 27 million
 MAX_LEN = 2**24  # tokens of a prompt or of an output; the largest max_model_len a scheduler takes
@@ -55,6 +55,19 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is unknown; choose from {', '.join(choices)}")
+
+
+def check_tokenizer(tokenizer: object) -> None:
+    """Verify that `tokenizer` is one, and not its name.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(tokenizer, str | bytes) or not hasattr(tokenizer, "encode"):
+        raise ConfigError(
+            f"tokenizer={shown(tokenizer)} must be a tokenizer: "
+            "jaxllm.text.tokenizer.load_tokenizer(folder) loads one"
+        )
 
 
 class BadRows:

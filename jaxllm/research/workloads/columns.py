@@ -45,12 +45,19 @@ def as_token_ids(
             raise RequestError(f"prompt_token_ids[{index}] must be a list of token ids, got {ids!r}")
         if len(ids) != length:
             raise RequestError(f"prompt_token_ids[{index}] has {len(ids)} ids; prompt_lens says {length}")
-        for token_id in ids:
-            if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
-                raise RequestError(
-                    f"prompt_token_ids[{index}] holds {token_id!r}: ids are integers in 0..{MAX_TOKEN_ID}"
-                )
+        check_token_ids(f"prompt_token_ids[{index}]", ids)
     return tuple(map(tuple, prompts))
+
+
+def check_token_ids(name: str, ids: Sequence[object]) -> None:
+    """Verify that a prompt is of token ids.
+
+    Raises:
+        RequestError: one is no integer, or out of range.
+    """
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+            raise RequestError(f"{name} holds {token_id!r}: ids are integers in 0..{MAX_TOKEN_ID}")
 
 
 def as_hash_ids(

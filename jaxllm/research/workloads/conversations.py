@@ -24,6 +24,7 @@ from jaxllm.research.workloads.datasets import read_rows
 from jaxllm.research.workloads.lengths import LognormalLengths, UniformLengths
 from jaxllm.research.workloads.seeding import Stream, generator
 from jaxllm.research.workloads.trace import Trace
+from jaxllm.text.tokenizer import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -203,7 +204,7 @@ def _turns_of(
         if turns:
             turns[-1][is_answer].append(text)
     lengths = [
-        tuple(max(1, len(tokenizer.encode("\n".join(texts), add_special_tokens=False))) for texts in turn)
+        tuple(max(1, len(encode(tokenizer, "\n".join(texts), add_special_tokens=False))) for texts in turn)
         for turn in turns
         if turn[1]
     ]

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from jaxllm.errors import ConfigError, JaxllmError, RequestError, shown
-from jaxllm.research.workloads.checks import MAX_LEN, MAX_REQUESTS, BadRows, check_choice, check_integer
+from jaxllm.errors import ConfigError, JaxllmError, RequestError
+from jaxllm.research.workloads.checks import (
+    MAX_LEN,
+    MAX_REQUESTS,
+    BadRows,
+    check_choice,
+    check_integer,
+    check_tokenizer,
+)
 from jaxllm.research.workloads.columns import as_lengths, as_texts, as_token_ids
 from jaxllm.text.tokenizer import encode
 
@@ -101,10 +108,8 @@ def load_dataset_file(
     """
     if (tokenizer is None) == (length_column is None):
         raise ConfigError("give a tokenizer or a length_column, and not both: one says how long prompts are")
-    if tokenizer is not None and not hasattr(tokenizer, "encode"):
-        raise ConfigError(
-            f"tokenizer={shown(tokenizer)} must be a tokenizer: jaxllm.text.tokenizer.load_tokenizer"
-        )
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
     if tokenizer is not None and column is None:
         raise ConfigError("column must name the text that the tokenizer is to read, got None")
     max_prompt_len = check_integer("max_prompt_len", max_prompt_len, 1, MAX_LEN)

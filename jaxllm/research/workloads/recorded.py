@@ -34,7 +34,9 @@ from jaxllm.research.workloads.checks import (
     check_choice,
     check_integer,
     check_number,
+    check_tokenizer,
 )
+from jaxllm.research.workloads.columns import check_token_ids
 from jaxllm.research.workloads.conversations import load_conversations
 from jaxllm.research.workloads.datasets import read_rows
 from jaxllm.research.workloads.fitting import TooLong, fit_trace
@@ -50,6 +52,9 @@ FORMS: tuple[Form, ...] = ("jaxllm", "csv", "mooncake", "jsonl", "vllm", "guidel
 _MESSAGES = ("conversations", "conversation", "messages")
 _UNITS = {"s": 1.0, "ms": 1e-3}
 _MAX_CLOCK = 1e15  # of a timestamp, whatever its clock's zero
+_MAX_SECONDS = 1e11  # likewise: the year 5138
+_HASH_BLOCK_LEN = 512
+_FORMS_OF = {"benchmark": ("guidellm",), "time_unit": ("mooncake", "jsonl"), "hash_block_len": ("mooncake",)}
 _LINES, _ARRAYS = (".jsonl", ".ndjson"), (".json",)
 _Row = dict[str, Any]
 
@@ -60,7 +65,7 @@ def load_trace(
     form: Form | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     time_unit: Literal["s", "ms"] | None = None,
-    hash_block_len: int = 512,
+    hash_block_len: int = _HASH_BLOCK_LEN,
     benchmark: int | None = None,
     max_len: int | None = None,
     too_long: TooLong = "raise",
@@ -96,10 +101,13 @@ def load_trace(
     file = Path(path)
     if file.suffix.lower() == ".gz":
         raise ConfigError(f"{file} is packed by gzip, which is not read here: unpack it first (gunzip -k)")
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
     if form is not None:
         check_choice("form", form, FORMS)
     content = None if form == "csv" or file.suffix.lower() in (".csv", ".parquet", *_LINES) else _whole(file)
     form = form or _form_of(file, content)
+    _check_form(file, form, benchmark=benchmark, time_unit=time_unit, hash_block_len=hash_block_len)
     called = file.stem if name is None else name
     common: dict[str, Any] = {"on_bad": on_bad, "limit": limit, "seed": seed or 0, "name": called}
     if form == "jaxllm":
@@ -120,8 +128,6 @@ def load_trace(
             rows = read_rows(file, "json" if isinstance(content, list) else "jsonl", ())
         reader = _Reader(form, tokenizer, time_unit, hash_block_len)
         trace = _trace_of(file, rows, reader, **common)
-    if benchmark is not None and form != "guidellm":
-        raise ConfigError(f"benchmark={benchmark} is of guidellm's files, and {file} is of form {form}")
     return trace if max_len is None else fit_trace(trace, max_len, too_long)
 
 
@@ -145,7 +151,7 @@ def _form_of(file: Path, content: Any) -> Form:
         return "csv"
     if file.suffix.lower() == ".parquet":
         return "conversations"
-    if isinstance(content, Mapping):
+    if isinstance(content, Mapping) and not content.keys() & {"output_length", *_MESSAGES}:
         if content.get("format") == "jaxllm-trace":
             return "jaxllm"
         if "benchmarks" in content:
@@ -153,11 +159,15 @@ def _form_of(file: Path, content: Any) -> Form:
         if "input_lens" in content or "request_throughput" in content or "runs" in content:
             return "vllm"
         raise ConfigError(_unknown(file, f"an object with {', '.join(map(repr, list(content)[:8]))}"))
-    if content is not None and not isinstance(content, list):
+    if content is not None and not isinstance(content, list | Mapping):
         raise ConfigError(_unknown(file, type(content).__name__))
-    _, row = next(read_rows(file, "jsonl" if content is None else "json", ()), ("", None))
-    if isinstance(row, RequestError) or row is None:
-        raise ConfigError(_unknown(file, "no row" if row is None else f"a first row that {row}"))
+    row, found = None, "no row"
+    for _, row in read_rows(file, "json" if isinstance(content, list) else "jsonl", ()):
+        if not isinstance(row, RequestError):
+            break
+        found = f"no row that can be read ({row})"
+    if row is None or isinstance(row, RequestError):
+        raise ConfigError(_unknown(file, found))
     if any(column in row for column in _MESSAGES):
         return "conversations"
     if "hash_ids" in row:
@@ -165,6 +175,17 @@ def _form_of(file: Path, content: Any) -> Form:
     if "output_length" in row:
         return "jsonl"
     raise ConfigError(_unknown(file, f"rows of {', '.join(map(repr, list(row)[:8]))}"))
+
+
+def _check_form(file: Path, form: Form, **options: Any) -> None:
+    """Refuse options that say nothing of a file of this form."""
+    for name, value in options.items():
+        forms = _FORMS_OF[name]
+        if form not in forms and value not in (None, _HASH_BLOCK_LEN):
+            raise ConfigError(
+                f"{name}={value!r} is of form {' or '.join(forms)}, and {file} is of form {form}: leave it "
+                "out"
+            )
 
 
 def _unknown(file: Path, found: str) -> str:
@@ -214,6 +235,7 @@ class _Reader:
         found: _Row = {"arrival": self._arrival(row), "output": _count(row, "output_length", least=0)}
         prompt = None if self._is_named else row.get("prompt")
         if isinstance(prompt, list):
+            check_token_ids("prompt", prompt)
             found["ids"] = prompt
         elif isinstance(prompt, str) and self._tokenizer is not None:
             found["ids"] = encode(self._tokenizer, prompt)
@@ -225,7 +247,7 @@ class _Reader:
         if self._is_named and found["input"] and found["output"]:
             found["names"] = self._named(row, found["input"])
         if found["input"] and found["output"]:
-            kind = frozenset(found) - {"arrival"} | {"timestamp"} & row.keys()
+            kind = frozenset(found) - {"arrival"} | {"timestamp", "hash_ids"} & row.keys()
             if self._kind not in (None, kind):
                 raise RequestError(
                     f"has {', '.join(sorted(kind))}, and rows before it {', '.join(sorted(self._kind or ()))}"
@@ -235,7 +257,12 @@ class _Reader:
 
     def _arrival(self, row: Mapping[str, Any]) -> float:
         time = row.get("timestamp", 0.0)
-        return check_number("timestamp", time, -_MAX_CLOCK, _MAX_CLOCK) * _UNITS[self.unit]
+        seconds = check_number("timestamp", time, -_MAX_CLOCK, _MAX_CLOCK) * _UNITS[self.unit]
+        if abs(seconds) > _MAX_SECONDS:
+            raise RequestError(
+                f"timestamp={time} is of no date in {self.unit}: pass time_unit= (--time-unit), s or ms"
+            )
+        return seconds
 
     def _named(self, row: Mapping[str, Any], length: int) -> tuple[int, ...]:
         names, needed = row.get("hash_ids"), -(-length // self.hash_block_len)

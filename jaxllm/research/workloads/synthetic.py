@@ -54,9 +54,9 @@ def make_trace(
     """
     num_requests = check_integer("num_requests", num_requests, 1, MAX_REQUESTS)
     max_output_len = check_integer("max_output_len", max_output_len, 1, MAX_LEN)
-    if isinstance(outputs, str) or not hasattr(outputs, "sample"):
+    if isinstance(outputs, str | type) or not hasattr(outputs, "sample"):
         check_choice("outputs", outputs, ("max", "uniform"))
-    if not hasattr(arrivals, "times"):
+    if isinstance(arrivals, type) or not hasattr(arrivals, "times"):
         raise ConfigError(
             f"arrivals={arrivals!r} is no arrival process; use AllAtOnce(), ClosedLoop(clients), ..."
         )
@@ -80,7 +80,7 @@ def make_trace(
         if isinstance(dataset, str):
             check_choice("dataset", dataset, tuple(DATASETS))
             default_name, dataset = dataset, DATASETS[dataset]
-        if not hasattr(dataset, "sample"):
+        if isinstance(dataset, type) or not hasattr(dataset, "sample"):
             raise ConfigError(f"dataset={dataset!r} is neither a name, nor lengths, nor a loaded data set")
         prompt_lens, notes = dataset.sample(num_requests, rng), [f"prompts: {dataset}"]
     output_rng = generator(seed, Stream.OUTPUTS)

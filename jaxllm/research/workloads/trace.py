@@ -333,7 +333,7 @@ class Trace:
         if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
             raise ConfigError(f'{name}: is no trace; a trace is a JSON object with "format": "{_FORMAT}".')
         version = content.pop("version", None)
-        if version in _NEW_FIELDS:
+        if type(version) is int and version in _NEW_FIELDS:
             content = _NEW_FIELDS[version] | content
         elif version != _VERSION:
             raise ConfigError(f"{name}: has trace version {version!r}; this jaxllm reads 1 to {_VERSION}.")
