@@ -4,6 +4,7 @@
 
 Each op is timed alone, compiled, after warm-up. GB/s counts the bytes an op has to move: the KV of every
 sequence for decode, the KV of the chunk for a write, the KV up to each chunk's end, once, for prefill.
+With `--kv-dtypes` decodes over KV of each of these follow, in turn, of sequences of all `--context` tokens.
 The copy is the same device's: an array of 64 MiB, read and written in place.
 """
 
@@ -21,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import pallas_kernels
+from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.research.bench.results import write_json
-from jaxllm.system.dtypes import DTYPES
+from jaxllm.system.dtypes import DTYPES, KV_DTYPES
 from jaxllm.system.output_files import OutputParser, new_file
 
 LAYER = 0
@@ -33,6 +35,7 @@ def main() -> None:
     parser = OutputParser(description=__doc__.splitlines()[0])
     parser.add_argument("--implementation", help="xla, triton (also triton:k64,q64,w4,s2 and so on), mosaic")
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument("--kv-dtypes", nargs="+", default=[], choices=KV_DTYPES, help="of decodes in turn")
     parser.add_argument("--num-q-heads", type=int, default=12)
     parser.add_argument("--num-kv-heads", type=int, default=12)
     parser.add_argument("--head-dim", type=int, default=64)
@@ -57,7 +60,7 @@ def main() -> None:
     write_json(options.out, report)
     for name, result in results.items():
         times = f"{result['median_ms']:9.3f} ms (min {result['min_ms']:.3f})"
-        print(f"{name:8} {times} {result['gb_per_s']:8.2f} GB/s")
+        print(f"{name:14} {times} {result['gb_per_s']:8.2f} GB/s")
 
 
 def measure(options: argparse.Namespace, implementation: str) -> dict[str, dict[str, float]]:
@@ -109,7 +112,31 @@ def measure(options: argparse.Namespace, implementation: str) -> dict[str, dict[
         return state[0]
 
     results["write"] = timed(write_once, num_tokens * token_bytes)
-    return results
+    return results | decodes_over(options, decode, state[0], q, tables)
+
+
+def decodes_over(
+    options: argparse.Namespace,
+    decode: Callable[..., jax.Array],
+    pool: jax.Array,
+    q: jax.Array,
+    tables: jax.Array,
+) -> dict[str, dict[str, float]]:
+    """Decodes of full sequences over KV of several dtypes, one after another in each repetition."""
+    lengths = jnp.full(options.batch, options.context, jnp.int32)
+    layouts = [KVLayout(name, options.head_dim) for name in options.kv_dtypes]
+    pools = [layout.stored(pool) for layout in layouts]
+    seconds: list[list[float]] = [[] for _ in pools]
+    for _ in range(2 + options.repetitions):
+        for place, stored in enumerate(pools):
+            start = time.perf_counter()
+            jax.block_until_ready(decode(q, stored, tables, lengths))
+            seconds[place].append(time.perf_counter() - start)
+    num_heads = 2 * options.num_kv_heads * options.batch * options.context
+    return {
+        f"over {layout.dtype}": spread(found[2:], num_heads * layout.width * layout.array_dtype.itemsize)
+        for layout, found in zip(layouts, seconds, strict=True)
+    }
 
 
 def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
@@ -124,7 +151,11 @@ def time_calls(call: Callable[[], jax.Array], num_bytes: int, *, repetitions: in
         start = time.perf_counter()
         jax.block_until_ready(call())
         seconds.append(time.perf_counter() - start)
-    seconds = seconds[2:]
+    return spread(seconds[2:], num_bytes)
+
+
+def spread(seconds: list[float], num_bytes: int) -> dict[str, float]:
+    """What is written of a call's times."""
     median = statistics.median(seconds)
     return {
         "median_ms": median * 1e3,
