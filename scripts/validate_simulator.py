@@ -49,6 +49,7 @@ from jaxllm.predictors.programs import ProgramCosts
 from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.table import TableCostModel
 from jaxllm.research.bench.beside_steps import busy_host_share, sending_seconds
+from jaxllm.research.bench.compare import BUSY_SHARE, OthersShare
 from jaxllm.research.bench.replay import replay
 from jaxllm.research.bench.results import about, write_json
 from jaxllm.research.figures import check_picture
@@ -390,6 +391,7 @@ def main(argv: list[str] | None = None) -> None:
     predicted: list[CostModel] = []
     shares: list[tuple[float, float]] = []
     beside: list[dict[CostKind, list[Sample]]] = []  # of each trace, measured between its runs
+    others = OthersShare()
     for turn, trace in enumerate(traces):
         print(f"trace {turn + 1} of {args.repetitions}: {RUNS} runs of each preset", file=sys.stderr)
         costs = profiler.costs_of(profiler.profile(samples, profiler.fit(samples, is_brief=True)))
@@ -404,6 +406,7 @@ def main(argv: list[str] | None = None) -> None:
                 samples[kind] += more
                 beside[-1][kind] += more
             runs[preset][-1].append(play(llm, preset, trace, config, costs))
+    others_share = others()
     profile = profiler.profile(samples, profiler.fit(samples))
     means = [MeanCosts(profile.table, of_trace) for of_trace in beside]
     devices = [ProgramCosts(mean, profiler.programs) for mean in means]
@@ -424,8 +427,11 @@ def main(argv: list[str] | None = None) -> None:
             f"{pair['preset']} is {real:.3f} ({low:.3f}..{high:.3f}) times as fast as {pair['over']}, "
             f"simulated {pair['simulated']:.3f}: {pair['verdict']}"
         )
+    if others_share is not None and others_share > BUSY_SHARE:
+        print(f"the machine was busy: others took {others_share:.0%} of its processors; measure again")
     report = {
         **about(["python", *sys.argv]),
+        "others_share": others_share,
         "model": name,
         "profile_errors": {kind: report["test"] for kind, report in profile.errors.items()},
         "mean_factors": [mean.factors for mean in means],

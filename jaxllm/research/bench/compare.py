@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _Arm = TypeVar("_Arm")
 _FEWEST, _NUM_DRAWN = 3, 10_000
-_BUSY_SHARE = 0.1
+BUSY_SHARE = 0.1
+"""Of the processors that others take, above which a machine is said to be busy."""
 _POWER = 0.8
 _LONGEST_COMPILE = 120.0
 
@@ -144,7 +145,7 @@ class ReplayComparison:
     @property
     def is_busy(self) -> bool | None:
         """Whether others took more than a tenth of the processors in a run; None if that is not known."""
-        return None if self.others_share is None else self.others_share > _BUSY_SHARE
+        return None if self.others_share is None else self.others_share > BUSY_SHARE
 
     @property
     def caveat(self) -> str:
