@@ -71,6 +71,20 @@ def test_code_of_several_processes_is_kept_on_disk_and_loaded_without_numba(tmp_
     assert run_python(ATTEND, repr(SHAPES), **environment).stdout == "False\n"
 
 
+def test_what_is_compiled_in_vain_ends_with_the_program(tmp_path):
+    code = (
+        "from jaxllm.pallas_kernels.native import machine_code\n"
+        "from jaxllm.pallas_kernels.native.shape import RowsShape\n"
+        "machine_code.prepare([RowsShape('gate')])\n"
+        "print(*(process.pid for process in machine_code._coming.values()))\n"
+    )
+    done = run_python(code, JAX_COMPILATION_CACHE_DIR=str(tmp_path), PYTHONWARNINGS="always::ResourceWarning")
+    assert (done.returncode, done.stderr) == (0, "")
+    (pid,) = map(int, done.stdout.split())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 @pytest.fixture
 def cache_folder():
     """Sets JAX's compilation cache."""

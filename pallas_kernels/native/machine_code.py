@@ -12,6 +12,7 @@ A file that is torn, or of something else, is compiled anew.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import hashlib
@@ -76,6 +77,15 @@ def prepare(shapes: Iterable[Shape]) -> None:
 
 _coming: dict[Shape, subprocess.Popen[str]] = {}
 """What processes compile, which print the name of each shape that they have written."""
+
+
+@atexit.register
+def _end_processes() -> None:
+    """End those that nobody waits for any more: what compiles does not outlive whom it compiles for."""
+    for process in set(_coming.values()):
+        process.terminate()
+        process.communicate()
+    _coming.clear()
 
 
 def _await(shape: Shape) -> None:
