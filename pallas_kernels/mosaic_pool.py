@@ -34,8 +34,8 @@ def why_not(dtype: str, layout: KVLayout, block_size: int) -> str | None:
         return f"it takes head_dim 64 or 128, got {layout.head_dim}"
     if block_size not in (16, 32, 64, 128):
         return f"it takes blocks of 16, 32, 64 or 128 tokens, got {block_size}"
-    if is_int8 and 4 * block_size < layout.head_dim:  # rows of codes would not be in line
-        return f"it takes int8 of head_dim {layout.head_dim} in blocks of 32 tokens or more, got {block_size}"
+    if is_int8 and block_size < 32:  # TMA copies 128 bytes of scales; rows of codes would not be in line
+        return f"it takes int8 in blocks of 32 tokens or more, got {block_size}"
     return None
 
 

@@ -226,10 +226,11 @@ class SiliconCostModel:
             if not batch:
                 return 0.0
         decodes, mean = float(batch), context_tokens / (batch or 1) + 1
-        count, share = self._micro_batches(batch, prompt_tokens)
+        parts, share = self._micro_batches(batch, prompt_tokens)
         seconds = self.host_seconds
         seconds += (self.pipeline_parallel - 1) * HOP_SECONDS
-        seconds += count * share * self._of_layers.seconds((decodes + prompt_tokens) / count)
+        for rows, weight in parts:
+            seconds += weight * self._of_layers.seconds(rows)
         seconds += self._of_heads.seconds(decodes + num_prompts)
         for attention, num_layers in self._attention:
             if batch:
@@ -243,16 +244,22 @@ class SiliconCostModel:
                 seconds += share * num_layers * found
         return seconds
 
-    def _micro_batches(self, batch: int, prompt_tokens: int) -> tuple[int, float]:
-        """How many there are, and their share of the time that all stages take for all, one after another."""
-        if not self.micro_batches or not prompt_tokens:
-            return 1, 1.0
-        stages = self.pipeline_parallel
-        rows = batch + prompt_tokens
-        step = 1 << (rows - 1).bit_length()
+    def _micro_batches(self, batch: int, prompt_tokens: int) -> tuple[list[tuple[float, float]], float]:
+        """What linear layers take of a step, and the share of attention's time.
+
+        The former is rows, and how often all stages together take so long for these: the first part goes
+        through all of them, and then each comes out of the last one behind that before it.
+        """
+        rows, stages = batch + prompt_tokens, self.pipeline_parallel
+        if not self.micro_batches or not prompt_tokens or stages == 1:
+            return [(float(rows), 1.0)], 1.0
+        step = 1 << (int(rows) - 1).bit_length()
         size = step // num_micro_batches(step, stages)
-        count = -(-rows // size)  # those of padding are left out
-        return count, (stages + count - 1) / (stages * count)
+        full, rest = divmod(rows, size)
+        if not full:
+            return [(float(rows), 1.0)], 1.0
+        parts = [(float(size), (stages - 1 + full) / stages), *([(float(rest), 1 / stages)] if rest else [])]
+        return parts, ((stages - 1) * size + rows) / (stages * rows)
 
     def parts(
         self,
@@ -271,12 +278,13 @@ class SiliconCostModel:
         parts = [Part("host", self.host_seconds, "assumed")]
         if self.pipeline_parallel > 1:
             parts.append(Part("pipeline", (self.pipeline_parallel - 1) * HOP_SECONDS, "assumed"))
-        count, share = self._micro_batches(batch, prompts[0])
-        of_layers = self._layers, (batch + prompts[0]) / count, count * share
-        for kernels, rows, factor in (of_layers, (self._heads, batch + prompts[1], 1.0)):
+        batches, share = self._micro_batches(batch, prompts[0])
+        heads = [(float(batch + prompts[1]), 1.0)]
+        for kernels, work_of in ((self._layers, batches), (self._heads, heads)):
             for kernel in kernels:
-                source = kernel.rows.source_at(rows * kernel.elements_per_row)
-                parts.append(Part(kernel.name, factor * kernel.seconds(rows), self._said(source)))
+                source = kernel.rows.source_at(work_of[0][0] * kernel.elements_per_row)
+                seconds = sum(weight * kernel.seconds(rows) for rows, weight in work_of)
+                parts.append(Part(kernel.name, seconds, self._said(source)))
         work = batch, context_tokens / (batch or 1) + 1
         for attention, num_layers in self._attention:
             if batch:

@@ -58,12 +58,12 @@ def test_attention_reads_what_is_stored(implementation, dtype, changes):
 
 
 FEW = {"num_kv_heads": 1, "dtype": "bfloat16"}
-FOR_MOSAIC = [("int8", Shape(**FEW, num_q_heads=1))]
+FOR_MOSAIC = [("int8", Shape(**FEW, num_q_heads=1, block_size=32, max_blocks=2))]
 if mosaic_tiles.IS_NEWER_JAX:  # JAX 0.10 interprets these in minutes
     FOR_MOSAIC += [
         ("fp8_e5m2", Shape(**FEW, num_q_heads=3, block_size=32)),
         ("fp8_e4m3", Shape(num_q_heads=4, max_blocks=9, dtype="float16")),
-        ("int8", Shape(num_q_heads=4, max_blocks=9, dtype="bfloat16")),
+        ("int8", Shape(num_q_heads=4, block_size=32, max_blocks=5, dtype="bfloat16")),
         ("int8", Shape(**FEW, num_q_heads=3, head_dim=128, block_size=128, max_blocks=2)),
     ]
 
@@ -88,7 +88,9 @@ def test_mosaic_reads_what_is_stored(dtype, shape):
             for rounds in (False, True)
         )
         assert_no_races()
-        assert relative_error(found, expected) < 1.5 * relative_error(rounded, expected)
+        limit = 1.5 * relative_error(rounded, expected)
+        # Weights of int8 are rounded with their scales, also the one of a row of one token.
+        assert relative_error(found, expected) < (4e-3 if dtype == "int8" else limit)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,7 @@ def test_mosaic_reads_what_is_stored(dtype, shape):
         ("bfloat16", "bfloat16", 256, 16, "takes head_dim 64 or 128, got 256"),
         ("bfloat16", "fp8_e4m3", 64, 8, "takes blocks of 16, 32, 64 or 128 tokens, got 8"),
         ("bfloat16", "int8", 128, 16, "of 32 tokens or more, got 16; use implementation='triton'"),
+        ("bfloat16", "int8", 64, 16, "of 32 tokens or more, got 16; use implementation='triton'"),
     ],
 )
 def test_what_mosaic_has_no_kernel_for_is_refused(dtype, kv_dtype, head_dim, block_size, message):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm import pallas_kernels
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import triton
+from jaxllm.pallas_kernels import mosaic_pool, triton
 from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.research.plan.target import Compiler, get_target
 
@@ -149,6 +149,19 @@ def test_every_tiling_compiles(device):
             compile_attention(compiler, op, values, "triton")
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_mosaic_takes_compiles(dim, block_size, kv_dtype):
+    """The interpreter is kinder than the compiler: it copies any number of bytes, and has any memory."""
+    values = arguments(8, 2, dim, block_size, "bfloat16", kv_dtype=kv_dtype)
+    why = mosaic_pool.why_not("bfloat16", KVLayout(kv_dtype, dim), block_size)
+    assert (why is not None) == (kv_dtype == "int8" and block_size == 16)
+    with Compiler(get_target("h100")) as compiler:
+        for op in values if why is None else ():
+            compile_attention(compiler, op, values[op], "mosaic")
+
+
 @pytest.mark.parametrize("op", ["decode", "prefill"])
 @pytest.mark.parametrize(
     ("shape", "kv_dtype"),
@@ -156,6 +169,7 @@ def test_every_tiling_compiles(device):
         *((shape, None) for shape in SHAPES),
         (LLAMA_3_8B, "fp8_e4m3"),
         ((32, 8, 128, 32, "bfloat16"), "int8"),
+        ((8, 1, 64, 32, "bfloat16"), "int8"),
         ((8, 1, 64, 128, "float16"), "fp8_e5m2"),
     ],
     ids=str,
