@@ -25,7 +25,15 @@ from jaxllm.models.linear_weights import product
 from jaxllm.research.bench.results import about, write_json
 from jaxllm.system.output_files import OutputParser, new_file
 
-FORMATS = {"float32": LinearFormat(), "bfloat16": LinearFormat(stored="bfloat16"), **QUANTIZATIONS}
+FORMATS = {
+    "float32": LinearFormat(),
+    "bfloat16": LinearFormat(stored="bfloat16"),
+    **QUANTIZATIONS,
+    "fp8_block": LinearFormat("e4m3", 128, "fp8_128"),
+    "mxfp8": LinearFormat("e4m3", 32),
+    "nvfp4": LinearFormat("fp4", 16),
+    "mxfp4": LinearFormat("fp4", 32),
+}
 
 
 def parse_args() -> argparse.Namespace:

@@ -8,24 +8,12 @@ from hypothesis import strategies as st
 
 from jaxllm.executor.stages import Rows, micro_batches
 from jaxllm.executor.step import DecodeInputs, PrefillInputs, places_of
-from jaxllm.predictors.base import ModelShape
+from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.silicon import HOP_SECONDS, SiliconCostModel
 from jaxllm.types import STAGED_ROWS, num_micro_batches
 
 NUM_SLOTS, BLOCK_SIZE, NUM_BLOCKS = 6, 4, 30
-LLAMA_70B = ModelShape(
-    name="Llama-3-70B",
-    num_layers=80,
-    hidden_size=8192,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=28672,
-    vocab_size=128256,
-    gated_mlp=True,
-    tie_word_embeddings=False,
-    dtype="bfloat16",
-)
+LLAMA_70B = model_shape("llama-3-70b", "bfloat16")
 
 
 @given(st.integers(1, 8), st.integers(0, 2**14))

@@ -39,7 +39,7 @@ from jaxllm.sampling.logits_processors import load_processors
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.system.cache_folder import cache_folder
-from jaxllm.system.dtypes import ITEMSIZES, find_dtype
+from jaxllm.system.dtypes import ITEMSIZES, KV_CAPABILITIES, KV_OF_SCALES, find_dtype
 from jaxllm.types import MAX_DECODE_STEPS, MAX_STAGED_BLOCKS
 
 _logger = logging.getLogger(__name__)
@@ -227,15 +227,19 @@ def _stored_kv_dtype(model_config: ModelConfig, device: jax.Device) -> str | Non
     """What a checkpoint has scales of KV for, if the device can store that."""
     if not model_config.has_kv_scales:
         return None
-    if not _stores_e4m3(device):
-        _logger.warning("the checkpoint wants KV in e4m3, which %s does not have", device.device_kind)
+    if not _stores(device, KV_OF_SCALES):
+        _logger.warning(
+            "the checkpoint wants KV in %s, which %s does not have", KV_OF_SCALES, device.device_kind
+        )
         return None
-    return "fp8_e4m3"
+    return KV_OF_SCALES
 
 
-def _stores_e4m3(device: jax.Device) -> bool:
-    capability = str(getattr(device, "compute_capability", "9.0"))
-    return [int(part) for part in capability.split(".")] >= [8, 9]
+def _stores(device: jax.Device, kv_dtype: str) -> bool:
+    capability = getattr(device, "compute_capability", None)  # of GPUs alone
+    if capability is None:
+        return True
+    return tuple(map(int, str(capability).split("."))) >= KV_CAPABILITIES.get(kv_dtype, (0, 0))
 
 
 def _formats(
@@ -330,9 +334,10 @@ def _check_kv_dtype(kernels: str, model: Model) -> None:
             f"kv_cache_dtype={dtype!r} and attention_implementation={kernels!r}: what is measured has "
             f"KV of {model.dtype}; name an implementation, or leave one of them out"
         )
-    if dtype == "fp8_e4m3" and not _stores_e4m3(model.device):
+    if not _stores(model.device, dtype):
+        least = ".".join(map(str, KV_CAPABILITIES[dtype]))
         raise ConfigError(
-            f"kv_cache_dtype={dtype!r} needs a GPU of compute capability 8.9, and this is "
+            f"kv_cache_dtype={dtype!r} needs a GPU of compute capability {least}, and this is "
             f"{model.device.compute_capability}: take 'int8' or 'bfloat16'"
         )
 

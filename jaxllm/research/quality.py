@@ -23,7 +23,7 @@ from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormats
 from jaxllm.models.quantisation import quantisation_of
 from jaxllm.models.registry import in_format
 from jaxllm.predictors.base import check_integer
-from jaxllm.system.dtypes import dtype_or_auto, kv_dtype_of
+from jaxllm.system.dtypes import KV_OF_SCALES, dtype_or_auto, kv_dtype_of
 from jaxllm.system.options import check_choice
 from jaxllm.text.tokenizer import encode, load_tokenizer
 
@@ -198,7 +198,7 @@ def _weights(folder: Path, config: ModelConfig, dtype: str, quantization: str | 
 def _logits(params: Params, config: ModelConfig, kv_cache_dtype: str, row: jax.Array) -> jax.Array:
     """Of all tokens, [T, vocab_size]; keys and values are stored first, if told to."""
     if kv_cache_dtype == "auto" and config.has_kv_scales:
-        kv_cache_dtype = "fp8_e4m3"
+        kv_cache_dtype = KV_OF_SCALES
     if kv_cache_dtype == "auto":
         return F.logits(params, config, row[None])[0]
     cache = F.init_cache(config, 1, row.shape[0], dtype=kv_cache_dtype)

@@ -19,6 +19,10 @@ KV_DTYPES: Mapping[str, str] = {
     "fp8_e5m2": "float8_e5m2",
 }
 """What keys and values may be stored as, and NumPy's name of the pool's dtype."""
+KV_OF_SCALES = "fp8_e4m3"
+"""What a checkpoint that has scales of KV means."""
+KV_CAPABILITIES: Mapping[str, tuple[int, int]] = {"fp8_e4m3": (8, 9)}
+"""Least compute capability of GPUs that have such KV, where it is not that of all kernels."""
 SAFETENSORS_NAMES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _NAMES = {**{name: name for name in DTYPES}, **SAFETENSORS_NAMES, "float": "float32", "half": "float16"}
 
