@@ -1,4 +1,4 @@
-"""Everything worth measuring on a GPU, in three commands of under four, eight and ten minutes.
+"""Everything worth measuring on a GPU, in three commands of under five, eight and ten minutes.
 
     PYTHONPATH=. python scripts/bench_gpu.py --parts first --out gpu-first.json
     PYTHONPATH=. python scripts/bench_gpu.py --parts second --out gpu-second.json
