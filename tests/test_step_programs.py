@@ -10,13 +10,14 @@ from checkpoint_helpers import golden_checkpoint
 from engine_helpers import make_llm
 
 from jaxllm import SamplingParams
-from jaxllm.executor import sampling_programs
+from jaxllm.executor import sampling_programs, step_programs
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.placement import Placement
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, kind_of
+from jaxllm.executor.shared_programs import SharedPrograms
 from jaxllm.executor.step_programs import StepPrograms
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.types import RequestStatus
@@ -41,6 +42,14 @@ class Gate:
         return object()
 
 
+@pytest.fixture(autouse=True)
+def shared(monkeypatch):
+    """What other tests have left is not there."""
+    made = SharedPrograms()
+    monkeypatch.setattr(step_programs, "SHARED", made)
+    return made
+
+
 @pytest.fixture
 def programs(monkeypatch):
     buckets = Buckets.make(
@@ -53,6 +62,7 @@ def programs(monkeypatch):
     made = StepPrograms(model, config, Placement((jax.devices()[0],)))
     gate = Gate([])
     monkeypatch.setattr(made, "_lower", gate.lower)
+    monkeypatch.setattr(made, "_is_ours", False)  # what the gate gives is for nobody else
     yield made, gate
     made.close()
     for key in made.keys:
@@ -370,3 +380,84 @@ def test_a_dropped_engine_compiles_nothing_more():
     gc.collect()
     until(lambda: programs.is_settled)
     assert not programs.compiled
+
+
+PLAIN = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def lowers(monkeypatch, **settings):
+    """What an engine of these settings lowers, and what it generates."""
+    lowered, lower = [], StepPrograms._lower
+
+    def noted(self, key):
+        lowered.append(key)
+        return lower(self, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepPrograms, "_lower", noted)
+        llm = make_llm(golden_checkpoint(NAME), **settings)
+        tokens = [list(one.token_ids) for one in llm.generate([[3, 5, 7], [9] * 20], PLAIN, use_tqdm=False)]
+        llm.close()
+    return lowered, tokens
+
+
+def test_a_second_engine_takes_the_programs_of_the_first(monkeypatch):
+    first, tokens = lowers(monkeypatch)
+    assert first
+    again = {"seed": 5, "num_host_blocks": 16, "scheduler_policy": "vllm_swap", "enable_prefix_caching": None}
+    assert lowers(monkeypatch, **again) == ([], tokens)
+    fewer, same = lowers(monkeypatch, num_gpu_blocks_override=64)
+    assert same == tokens
+    assert set(fewer) == {key for key in first if isinstance(key, ProgramKey)}
+
+
+def test_two_engines_of_the_same_programs_compute_side_by_side():
+    llms = [make_llm(golden_checkpoint(NAME)) for _ in range(2)]
+    engines = [llm.engine for llm in llms]
+    for number, engine in enumerate(engines):
+        engine.add_request("0", [3, 5, 7 + number], PLAIN)
+    done = [[], []]
+    while any(engine.has_unfinished_requests for engine in engines):
+        for engine, outputs in zip(engines, done, strict=True):
+            outputs += engine.step()
+    for number, (llm, outputs) in enumerate(zip(llms, done, strict=True)):
+        alone = llm.generate([[3, 5, 7 + number]], PLAIN, use_tqdm=False)[0]
+        assert outputs[0].token_ids == alone.token_ids
+
+
+def test_other_settings_of_jax_make_other_programs(monkeypatch):
+    first, tokens = lowers(monkeypatch)
+    with jax.default_matmul_precision("highest"):
+        assert lowers(monkeypatch) == (first, tokens)
+    assert lowers(monkeypatch) == ([], tokens)
+    jax.clear_caches()
+    assert lowers(monkeypatch) == (first, tokens)
+
+
+class Favour:
+    """Makes a token sure, which may be another later."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, logits, *rest):
+        return logits.at[:, self.token].add(1e6)
+
+
+def test_what_a_user_may_have_changed_is_compiled_anew(monkeypatch):
+    favour = Favour(7)
+    for token in (7, 9):
+        favour.token = token
+        _, tokens = lowers(monkeypatch, logits_processors=[favour])
+        assert tokens == [[token] * 6] * 2
+
+
+def test_the_programs_used_last_are_kept():
+    kept = SharedPrograms(2)
+    for number in (1, 2):
+        kept.keep(number, f"program {number}")
+    assert kept.find(1) == "program 1"
+    kept.keep(3, "program 3")
+    assert [kept.find(number) for number in (1, 2, 3)] == ["program 1", None, "program 3"]
+    kept.keep(None, "nobody's")
+    assert kept.find(None) is None

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from jaxllm.executor.placement import ON_EACH, Placement
 from jaxllm.executor.programs import CompiledProgram, ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, rows_program, take_program
+from jaxllm.executor.shared_programs import SHARED
 from jaxllm.executor.stages import LoweredStages, StagedProgram, lower_stages
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.pallas_kernels import native
@@ -47,7 +48,8 @@ class StepPrograms:
     """Compiles the programs of steps, and of what is sampled apart, in threads; others when they are needed.
 
     Shapes are all it takes, so that this may begin before the weights are loaded. A step waits for its own
-    program only.
+    program only. Those that an engine of this process had before, made from the same, are taken as they are;
+    but not with a user's own processors, attention or architecture, which may have changed.
 
     Args:
         model_config: the model.
@@ -71,6 +73,12 @@ class StepPrograms:
         self.keys: list[Key] = [*shapes, *(config.sampling_keys() if config.warms_sampling else ())]
         self.shapes = frozenset(shape_of(key) for key in shapes)
         self.chosen: dict[ProgramKey, str] = {}
+        self._is_ours = (
+            elsewhere is None
+            and not config.logits_processors
+            and ":" not in (config.implementation or "")
+            and ARCHITECTURES[model_config.architecture].model.__module__.startswith("jaxllm.")
+        )
         self._default, self._why_default = pallas_kernels.settle_implementation(
             self._own.num_heads,
             self._own.num_kv_heads,
@@ -173,6 +181,8 @@ class StepPrograms:
                 products=self._config.formats.products,
             )
         with self._changed:
+            if not self._is_closed:
+                self._share()
             known = {*self._compiled, *self._under_way, *self._waiting}
             self._waiting.extend(key for key in self.keys if key not in known)
             self._start_threads(num_threads)
@@ -291,16 +301,32 @@ class StepPrograms:
                     self._urgent.discard(key)
 
     @under_jax_defaults
+    def _share(self) -> None:
+        """Take what another engine had of those that are needed, but for what is begun."""
+        for key in self.keys:
+            program = SHARED.find(self._made_from(key))
+            if program is not None and key not in self._under_way and key not in self._waiting:
+                self._compiled.setdefault(key, program)
+                self._seconds.setdefault(key, 0.0)
+
+    def _made_from(self, key: Key) -> Hashable:
+        make, options = self._recipe(key)
+        if not self._is_ours:
+            return None
+        return make, key, self._placement, tuple(options.items()), repr(options)
+
+    @under_jax_defaults
     def _compile(self, key: Key) -> Program:
         started = time.perf_counter()
         self._began = self._began or started
         program = None
         try:
             wait = None if self._elsewhere is None else self._elsewhere(key)
-            compiled = self._lower(key).compile()
+            compiled = SHARED.find(self._made_from(key)) or self._lower(key).compile()
             if wait is not None:
                 wait()
             program = compiled
+            SHARED.keep(self._made_from(key), program)
             return program
         except Exception as error:
             with self._changed:
@@ -324,38 +350,47 @@ class StepPrograms:
                 self._changed.notify_all()
 
     def _lower(self, key: Key) -> jax.stages.Lowered | LoweredStages:
+        make, options = self._recipe(key)
+        made = make(key=key, **options)
+        if isinstance(made, LoweredStages):
+            return made
+        jitted, arguments = made
+        if make is not step_program:
+            arguments = self._placement.stages[0].structs(arguments, ON_EACH)
+        return jitted.lower(*arguments)
+
+    def _recipe(self, key: Key) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """What makes a program, and all that it is given beside the key."""
         config, vocab_size = self._config, self._model_config.vocab_size
         if isinstance(key, TakeKey):
-            jitted, arguments = take_program(key, vocab_size)
-        elif isinstance(key, RowsKey):
-            jitted, arguments = rows_program(
-                key,
-                vocab_size=vocab_size,
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=config.max_model_len,
-                processors=config.logits_processors,
-                is_native=config.formats.is_native,
-                is_lazy=self._platform == "cpu",  # elsewhere the host would wait for each condition
-            )
-        else:
-            sizes: Any = {
-                "dtype": config.dtype,
-                "num_gpu_blocks": config.num_gpu_blocks,
-                "block_size": config.block_size,
-                "max_model_len": config.max_model_len,
-                "max_num_seqs": config.max_num_seqs,
-                "kv_dtype": config.kv_dtype,
-                "implementation": self.implementation(key),
-                "formats": config.formats,
-                "processors": config.logits_processors,
-                "placement": self._placement,
-            }
-            if self._placement.num_stages > 1:
-                return lower_stages(self._model_config, key, **sizes)
-            sizes |= {"num_hidden": config.num_hidden, "kept_layers": config.kept_layers}
-            jitted, arguments = step_program(self._model_config, key, **sizes, lookup=config.lookup)
-            return jitted.lower(*arguments)
-        return jitted.lower(*self._placement.stages[0].structs(arguments, ON_EACH))
+            return take_program, {"vocab_size": vocab_size}
+        sizes: dict[str, Any] = {
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "processors": config.logits_processors,
+        }
+        if isinstance(key, RowsKey):
+            is_lazy = self._platform == "cpu"  # elsewhere the host would wait for each condition
+            sizes |= {"vocab_size": vocab_size, "is_native": config.formats.is_native, "is_lazy": is_lazy}
+            return rows_program, sizes
+        sizes |= {
+            "model_config": self._model_config,
+            "dtype": config.dtype,
+            "num_gpu_blocks": config.num_gpu_blocks,
+            "block_size": config.block_size,
+            "kv_dtype": config.kv_dtype,
+            "implementation": self.implementation(key),
+            "formats": config.formats,
+            "placement": self._placement,
+        }
+        if self._placement.num_stages > 1:
+            return lower_stages, sizes
+        of_drafts = {
+            "num_hidden": config.num_hidden,
+            "kept_layers": config.kept_layers,
+            "lookup": config.lookup,
+        }
+        return step_program, sizes | of_drafts
 
     def _progress(self) -> CompileProgress:
         num_left = len(self._waiting) + len(self._under_way)
