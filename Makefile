@@ -97,7 +97,7 @@ test-cluster: $(VENV)/.installed-ray
 	$(PYTEST) tests/cluster
 
 test-parity: $(VENV)/.installed-parity
-	$(PYTEST) tests/parity
+	TEST_XLA=default $(PYTEST) tests/parity
 
 test-gpu-compile: $(CUDA_COMPILER)/.installed
 	PYTHONPATH=$(CUDA_COMPILER) JAX_PLATFORMS=cpu $(PYTEST) tests/gpu_compile -n $(TEST_JOBS)
