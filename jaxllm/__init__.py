@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from jaxllm.engine.inputs import TextPrompt, TokensPrompt
     from jaxllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxllm.llm import LLM
-    from jaxllm.sampling.params import RequestOutputKind, SamplingParams
+    from jaxllm.sampling.param_checks import RequestOutputKind
+    from jaxllm.sampling.params import SamplingParams
     from jaxllm.sampling.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"

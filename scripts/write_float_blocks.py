@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxllm.loading.shards import list_tensors
-from jaxllm.models.linear_weights import encoded
+from jaxllm.models.codes import encoded
 from jaxllm.system.output_files import NewFolder, OutputParser
 
 GROUPS = {"float": 128, "mxfp8": 32, "mxfp4-pack": 32, "nvfp4-pack": 16}  # before "-quantized"

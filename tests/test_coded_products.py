@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxllm import pallas_kernels
-from jaxllm.models import linear_weights
+from jaxllm.models import coded_weights, linear_weights
+from jaxllm.models.codes import CODES, ROUNDS
 from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat
-from jaxllm.models.linear_weights import CODES
 from jaxllm.pallas_kernels import products
 
 
@@ -112,12 +112,12 @@ def test_a_weight_is_multiplied_on_gpus_as_elsewhere(kind, rounds, has_offsets, 
     x = jnp.asarray(np.random.default_rng(2).standard_normal((5, 256)), jnp.float32)
     expected = np.asarray(weight.multiply(x))
     for has_float8 in (False, True):
-        monkeypatch.setattr(linear_weights, "multiplies_float8", lambda has_float8=has_float8: has_float8)
+        monkeypatch.setattr(coded_weights, "multiplies_float8", lambda has_float8=has_float8: has_float8)
         error = np.abs(np.asarray(weight._on_gpu(x)) - expected) / np.abs(expected).max(axis=0)
         assert error.max() < 1e-5
 
 
-@pytest.mark.parametrize("rounds", linear_weights.ROUNDS)
+@pytest.mark.parametrize("rounds", ROUNDS)
 def test_no_rows_have_no_products(rounds):
     inputs = jnp.asarray([0.1, 0.0]) if rounds.endswith("static") else None
     weight, _ = weight_of("e4m3", 0, (32, 256))
@@ -149,7 +149,7 @@ def test_weights_multiply_on_gpus_as_they_do_elsewhere(name, rows, monkeypatch):
     rng = np.random.default_rng(0)
     weight = WEIGHTS[name].make(jnp.asarray(rng.standard_normal((160, 512)), jnp.float32))
     x, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((rows, 512), 160))
-    monkeypatch.setattr(linear_weights, "multiplies_float8", lambda: True)
+    monkeypatch.setattr(coded_weights, "multiplies_float8", lambda: True)
     found = []
     for default in ("xla", "triton"):
         monkeypatch.setattr(pallas_kernels, "default_implementation", lambda default=default: default)

@@ -18,10 +18,13 @@ from jaxllm.errors import ConfigError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.loading.convert import convert_checkpoint
 from jaxllm.loading.load import load_params
+from jaxllm.models.coded_weights import Coded, Int8
+from jaxllm.models.codes import CODES
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat, LinearFormats
-from jaxllm.models.linear_weights import CODES, Coded, Int8, Panels, Table, Weight, stacked
+from jaxllm.models.linear_weights import Panels, Table, Weight
 from jaxllm.models.registry import abstract_params, linear_weights, weight_bytes
+from jaxllm.models.weight_parts import stacked
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.native import machine_code
 from jaxllm.pallas_kernels.native.shape import LinearShape

@@ -19,8 +19,8 @@ from jaxllm.errors import (
 )
 from jaxllm.executor import compile_stats
 from jaxllm.executor.programs import ProgramKey
-from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey
+from jaxllm.executor.slot_params import Sampling
 from jaxllm.loading.checkpoints import demo_model_path
 
 NAME = "llama_gqa"

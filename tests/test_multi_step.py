@@ -14,7 +14,7 @@ from jaxllm import SamplingParams
 from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.executor.programs import ProgramKey
-from jaxllm.executor.sampler import Sampling, SlotParams
+from jaxllm.executor.slot_params import Sampling, SlotParams
 from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, run_decode_steps, run_step
 from jaxllm.sched.policies import SchedulerPolicy, SwapIfItFits
 from jaxllm.sched.presets import make_preset

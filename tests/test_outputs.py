@@ -9,7 +9,8 @@ from tokenizer_helpers import write_tokenizer
 from jaxllm.engine.output_builder import Delta, OutputBuilder, Samples
 from jaxllm.engine.output_processor import RequestState
 from jaxllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxllm.sampling.params import RequestOutputKind, SamplingParams
+from jaxllm.sampling.param_checks import RequestOutputKind
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.text.detokenizer import IncrementalDetokenizer
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.types import RequestMetrics, TokenLogprobs

@@ -19,10 +19,11 @@ from jaxllm.loading import shards
 from jaxllm.loading.convert import convert_checkpoint
 from jaxllm.loading.load import checkpoint_formats, iter_params, load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.models.linear_weights import Fused, Panels, Weight
+from jaxllm.models.linear_weights import Panels, Weight
+from jaxllm.models.published_layouts import unpack
 from jaxllm.models.quantisation import read_quantisation
 from jaxllm.models.registry import abstract_params, linear_weights
-from jaxllm.models.weight_layouts import unpack
+from jaxllm.models.weight_parts import Fused
 from jaxllm.research import load_shape
 
 DATA = pathlib.Path(__file__).parent / "data" / "quantised"

@@ -14,8 +14,8 @@ import jaxllm.functional as F
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import WeightsError
 from jaxllm.loading.load import checkpoint_formats, iter_params, load_params
+from jaxllm.models.coded_weights import Coded, CodedPanels
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.models.linear_weights import Coded, CodedPanels
 from jaxllm.models.registry import abstract_params, linear_weights
 
 CONFIG = {

@@ -11,15 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import SamplingParams
-from jaxllm.executor.sampler import (
-    Sampling,
-    SlotParams,
-    argmax_in_two_passes,
-    argmax_of_pairs,
-    gumbel,
-    least_kept,
-    sample,
-)
+from jaxllm.executor.sampler import argmax_in_two_passes, argmax_of_pairs, gumbel, least_kept, sample
+from jaxllm.executor.slot_params import Sampling, SlotParams
 
 VOCAB, SLOTS, MAX_LEN = 50, 6, 24
 sample_jit = jax.jit(sample, static_argnums=5, static_argnames="is_lazy")

@@ -9,14 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.errors import SamplingParamsError
-from jaxllm.sampling.params import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_STOP_TOKEN_IDS,
-    PARAMETER_NAMES,
-    RequestOutputKind,
-    SamplingParams,
-)
+from jaxllm.sampling.param_checks import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, RequestOutputKind
+from jaxllm.sampling.params import PARAMETER_NAMES, SamplingParams
 from jaxllm.server.parameters import completion_params
 from jaxllm.server.protocol import CompletionRequest, GenerationRequest
 

@@ -14,7 +14,8 @@ from jaxllm.errors import ConfigError, RequestError
 from jaxllm.llm import LLM
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.loading.generation_config import default_sampling_params
-from jaxllm.sampling.params import MIN_TEMPERATURE, SamplingParams
+from jaxllm.sampling.param_checks import MIN_TEMPERATURE
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.connections import _raw_error

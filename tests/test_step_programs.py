@@ -15,9 +15,9 @@ from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.placement import Placement
 from jaxllm.executor.programs import ProgramKey
-from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, kind_of
 from jaxllm.executor.shared_programs import SharedPrograms
+from jaxllm.executor.slot_params import Sampling
 from jaxllm.executor.step_programs import StepPrograms
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.types import RequestStatus

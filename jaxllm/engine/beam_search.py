@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jaxllm.engine.outputs import RequestOutput
 from jaxllm.errors import SamplingParamsError
-from jaxllm.sampling.params import MAX_LOGPROBS, SamplingParams, check_boolean, check_integer, check_number
+from jaxllm.sampling.param_checks import MAX_LOGPROBS, check_boolean, check_integer, check_number
+from jaxllm.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

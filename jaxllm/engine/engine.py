@@ -24,7 +24,8 @@ from jaxllm.engine.outputs import RequestOutput
 from jaxllm.engine.owner import Owner
 from jaxllm.engine.speculation import SampledRow, judged
 from jaxllm.errors import ConfigError, EngineError, RequestError, shown
-from jaxllm.sampling.params import RequestOutputKind, SamplingParams
+from jaxllm.sampling.param_checks import RequestOutputKind
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.sampling.token_masks import GrammarState, mask_threads, patience
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.sched.speculation import Speculation, Verified

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from jaxllm.errors import RequestError, RequestTooLargeError, SamplingParamsError, shown
-from jaxllm.sampling.params import MAX_BANNED_TOKEN_IDS, SamplingParams
+from jaxllm.sampling.param_checks import MAX_BANNED_TOKEN_IDS
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.sampling.token_masks import TokenMasks
 from jaxllm.sched.cache.names import learn_names
 from jaxllm.sched.config import SchedulerConfig

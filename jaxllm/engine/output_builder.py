@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from jaxllm.errors import EngineError, SamplingParamsError
-from jaxllm.sampling.params import RequestOutputKind, SamplingParams
+from jaxllm.sampling.param_checks import RequestOutputKind
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.text.detokenizer import IncrementalDetokenizer, TokenNames
 from jaxllm.types import FinishReason, Request, RequestMetrics, TokenLogprobs
 

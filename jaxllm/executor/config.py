@@ -7,8 +7,8 @@ import dataclasses
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.lookup_steps import Lookup
 from jaxllm.executor.programs import ProgramKey
-from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, kind_of, row_sizes
+from jaxllm.executor.slot_params import Sampling
 from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.registry import PLAIN
 from jaxllm.sampling.logits_processors import LogitsProcessor

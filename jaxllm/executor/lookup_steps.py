@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllm.executor.sampler import SampledRows, SlotParams
+from jaxllm.executor.sampler import SampledRows
+from jaxllm.executor.slot_params import SlotParams
 from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, StepOutputs, ends, run_step
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.types import NO_TOKEN, WRONG_DRAFT

@@ -27,8 +27,9 @@ from jaxllm.executor.programs import (
     PackedStep,
     ProgramKey,
 )
-from jaxllm.executor.sampler import PackedSlotParams, SampledRows, Sampling
+from jaxllm.executor.sampler import SampledRows
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, first_size, kind_of, padded, row_sizes
+from jaxllm.executor.slot_params import PackedSlotParams, Sampling
 from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms, shape_of
 from jaxllm.executor.worker import Others, Worker
 from jaxllm.models.architecture import ModelConfig

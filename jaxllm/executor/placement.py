@@ -29,8 +29,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.layers import TENSOR
 from jaxllm.models.linear_formats import LinearFormats
-from jaxllm.models.linear_weights import of_inputs, of_outputs
 from jaxllm.models.registry import abstract_params, in_format, linear_weights, num_summing_layers
+from jaxllm.models.weight_parts import of_inputs, of_outputs
 
 STAGES = "stages"
 ON_EACH, CUT, BY_KV_HEADS = Spec(), Spec(TENSOR), Spec(None, STAGES, None, TENSOR)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.executor.lookup_steps import Lookup, run_lookup_steps
 from jaxllm.executor.placement import ANYWHERE, BY_KV_HEADS, ON_EACH, Placement
-from jaxllm.executor.sampler import PackedSlotParams, Sampling
+from jaxllm.executor.slot_params import PackedSlotParams, Sampling
 from jaxllm.executor.step import (
     DecodeInputs,
     DeviceState,

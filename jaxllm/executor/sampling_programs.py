@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.executor.sampler import PackedSlotParams, SampledRows, Sampling, sample
+from jaxllm.executor.sampler import SampledRows, sample
+from jaxllm.executor.slot_params import PackedSlotParams, Sampling
 from jaxllm.sampling.logits_processors import LogitsProcessor
 from jaxllm.sampling.structured_outputs import mask_width
 

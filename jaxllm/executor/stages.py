@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxllm.executor.placement import BY_KV_HEADS, ON_EACH, Placement
 from jaxllm.executor.programs import EngineState, PackedStep, ProgramKey, rows_in_use, state_shapes, unpacked
-from jaxllm.executor.sampler import PackedSlotParams, Sampling
+from jaxllm.executor.slot_params import PackedSlotParams, Sampling
 from jaxllm.executor.step import (
     DecodeInputs,
     PagedAttention,

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm import pallas_kernels
-from jaxllm.executor.sampler import Logprobs, SampledRows, Sampling, SlotParams, sample, token_logprobs
+from jaxllm.executor.sampler import Logprobs, SampledRows, sample, token_logprobs
+from jaxllm.executor.slot_params import Sampling, SlotParams
 from jaxllm.models.architecture import CausalLM, ModelConfig
 from jaxllm.models.layers import Attend, Edit, LayerInputs
 from jaxllm.models.registry import bind

@@ -18,9 +18,9 @@ from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.placement import ON_EACH, Placement
 from jaxllm.executor.programs import CompiledProgram, ProgramKey, step_program
-from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, rows_program, take_program
 from jaxllm.executor.shared_programs import SHARED
+from jaxllm.executor.slot_params import Sampling
 from jaxllm.executor.stages import LoweredStages, StagedProgram, lower_stages
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.pallas_kernels import native

@@ -20,8 +20,9 @@ from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.executor.placement import Placement
 from jaxllm.executor.programs import STATE_SPECS, EngineState, ProgramKey, state_shapes
-from jaxllm.executor.sampler import PackedSlotParams, SampledRows
+from jaxllm.executor.sampler import SampledRows
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey
+from jaxllm.executor.slot_params import PackedSlotParams
 from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import Key, Program, StepPrograms
 from jaxllm.models.architecture import ModelConfig

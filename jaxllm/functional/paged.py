@@ -13,7 +13,7 @@ import numpy as np
 from jax import export, lax
 
 from jaxllm.errors import RequestError, shown
-from jaxllm.executor.sampler import Sampling, SlotParams
+from jaxllm.executor.slot_params import Sampling, SlotParams
 from jaxllm.executor.step import (
     DecodeInputs,
     DeviceState,
@@ -43,7 +43,7 @@ from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.layers import Edit
 from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.pallas_kernels.settings import under_jax_defaults
-from jaxllm.sampling.params import MAX_LOGIT_BIAS
+from jaxllm.sampling.param_checks import MAX_LOGIT_BIAS
 from jaxllm.system.dtypes import KV_DTYPES, dtype_of
 
 _MAX_TEMPERATURE = 1e6

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.engine.outputs import RequestOutput
 from jaxllm.errors import ConfigError, EngineError, JaxllmError, RequestError
 from jaxllm.llm import LLM
-from jaxllm.sampling.params import RequestOutputKind, SamplingParams
+from jaxllm.sampling.param_checks import RequestOutputKind
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.text.chat import render
 from jaxllm.text.tokenizer import encode
 

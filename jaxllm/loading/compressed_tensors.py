@@ -13,8 +13,8 @@ import numpy as np
 from jaxllm.errors import ConfigError, WeightsError
 from jaxllm.loading.shards import list_tensors
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
+from jaxllm.models.coded_weights import Int8
 from jaxllm.models.linear_formats import QUANTIZATIONS
-from jaxllm.models.linear_weights import Int8
 from jaxllm.models.names import EMBEDDING, LM_HEAD
 from jaxllm.models.registry import abstract_params, linear_weights
 

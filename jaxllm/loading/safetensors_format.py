@@ -19,10 +19,11 @@ from jaxllm.loading.shards import StoredTensor, list_tensors
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.config import read_hf_config
 from jaxllm.models.linear_formats import LinearFormat, LinearFormats
-from jaxllm.models.linear_weights import Fused, Weight, stacked
+from jaxllm.models.linear_weights import Weight
 from jaxllm.models.names import EMBEDDING, KV_SCALES_LAYER, LM_HEAD, WeightNames
 from jaxllm.models.quantisation import Quantisation, quantisation_of, read_quantisation
 from jaxllm.models.registry import PLAIN, abstract_params, linear_weights
+from jaxllm.models.weight_parts import Fused, stacked
 from jaxllm.system.dtypes import SAFETENSORS_NAMES
 
 Placement: TypeAlias = jax.Device | jax.sharding.Sharding | None

@@ -15,7 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.models.linear_weights import LARGEST, LEAST, Coded, Fused, Int8, Weight, encoded, for_cpu
+from jaxllm.models.coded_weights import Coded, Int8
+from jaxllm.models.codes import LARGEST, LEAST, encoded
+from jaxllm.models.linear_weights import Weight, for_cpu
+from jaxllm.models.weight_parts import Fused
 from jaxllm.pallas_kernels.numbers import largest
 
 
@@ -26,7 +29,7 @@ class LinearFormat:
     Args:
         kind: of codes, one of `CODES`; "" for none.
         group: inputs that have a scale together; 0 for all of an output.
-        rounds: how activations are rounded, one of `linear_weights.ROUNDS`.
+        rounds: how activations are rounded, one of `codes.ROUNDS`.
         has_offsets: whether codes have offsets, as those of an asymmetric quantisation.
         is_ordered: whether inputs go in an order of their own, as with GPTQ's activation order.
         is_native: whether it is for native products, where these take it.

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import UnsupportedModelError, did_you_mean, shown
-from jaxllm.models.weight_layouts import Shape, WeightLayout, awq, float4, gptq, mxfp8, packed, scaled
+from jaxllm.models.published_layouts import awq, float4, gptq, mxfp8, packed, scaled
+from jaxllm.models.weight_layouts import Shape, WeightLayout
 
 KV_SCALES = ("k_scale", "v_scale")
 _OF_KV = frozenset((*KV_SCALES, "kv_scale", "k_zero_point", "v_zero_point", "q_scale"))
@@ -394,7 +395,7 @@ _TORCHAO = {
     "Int8DynamicActivationInt8WeightConfig": "int8",
     "Float8DynamicActivationFloat8WeightConfig": "fp8",
 }
-"""Kinds, and how they round activations (`linear_weights.ROUNDS`)."""
+"""Kinds, and how they round activations (`codes.ROUNDS`)."""
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantisation]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,

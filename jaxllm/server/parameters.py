@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import JaxllmError, RequestTooLargeError, shown
 from jaxllm.loading.generation_config import MODEL_DEFAULTS
-from jaxllm.sampling.params import PARAMETER_NAMES, RequestOutputKind, SamplingParams
+from jaxllm.sampling.param_checks import RequestOutputKind
+from jaxllm.sampling.params import PARAMETER_NAMES, SamplingParams
 from jaxllm.server.errors import ApiError, refused, too_long
 from jaxllm.server.protocol import (
     MAX_MESSAGES,

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, create_model, model_validator
 
 from jaxllm.errors import did_you_mean, shown
-from jaxllm.sampling.params import (
+from jaxllm.sampling.param_checks import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    SamplingParams,
 )
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.server.errors import refused
 from jaxllm.system.options import declarations
 

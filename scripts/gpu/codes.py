@@ -21,8 +21,9 @@ from gpu.inputs import Sizes
 from gpu.kernels import BLOCK_SIZE, LAYER, NUM_LAYERS, Loop, compile_together
 from gpu.report import Row, attempt
 from jaxllm import pallas_kernels
+from jaxllm.models.coded_weights import Coded, Int8
 from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat
-from jaxllm.models.linear_weights import Coded, Int8, product
+from jaxllm.models.linear_weights import product
 from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.pallas_kernels.products import KINDS, coded_product
 

@@ -8,7 +8,7 @@ import pytest
 from published import LLAMA_3_8B
 
 from jaxllm.executor.programs import ProgramKey, step_program
-from jaxllm.executor.sampler import Sampling
+from jaxllm.executor.slot_params import Sampling
 from jaxllm.models.config import config_from_dict
 from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat, LinearFormats
 from jaxllm.models.linear_weights import product

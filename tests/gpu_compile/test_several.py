@@ -10,8 +10,8 @@ from published import LLAMA_3_8B
 from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.executor.placement import ON_EACH
 from jaxllm.executor.programs import ProgramKey, state_shapes, step_program
-from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, rows_program
+from jaxllm.executor.slot_params import Sampling
 from jaxllm.models.config import config_from_dict
 from jaxllm.research.plan.target import Compiler, get_target
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxllm.errors import EngineError
 from jaxllm.executor.programs import ProgramKey
-from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey
+from jaxllm.executor.slot_params import Sampling
 from jaxllm.types import HostBlock, HostPiece
 
 _HEAD = struct.Struct(">QQ")

@@ -15,8 +15,8 @@ from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.kv.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.executor.placement import ANYWHERE
 from jaxllm.executor.programs import ProgramKey, state_shapes, step_program
-from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, row_sizes, rows_program
+from jaxllm.executor.slot_params import Sampling
 from jaxllm.models import registry
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.linear_formats import LinearFormats
