@@ -26,21 +26,8 @@ from numpy.typing import NDArray
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostKind, ModelShape, check_integer, check_number, step_kind
-from jaxllm.predictors.derived import derived_features
+from jaxllm.predictors.features import _MODEL_FEATURES, FEATURE_NAMES, Array, FeatureSpace
 from jaxllm.predictors.fit_report import Candidate, ErrorStats, FitReport
-
-Array = NDArray[np.float64]
-
-_SHAPE_FEATURES = ("num_layers", "hidden_size")
-_SWAP_FEATURES = ("block_bytes", "num_blocks")
-FEATURE_NAMES: Mapping[CostKind, tuple[str, ...]] = {
-    "prefill": (*_SHAPE_FEATURES, "num_tokens", "num_seqs", "context_tokens"),
-    "decode": (*_SHAPE_FEATURES, "batch", "context_tokens"),
-    "mixed": (*_SHAPE_FEATURES, "batch", "context_tokens", "num_tokens", "num_seqs", "prompt_context"),
-    "swap_out": _SWAP_FEATURES,
-    "swap_in": _SWAP_FEATURES,
-}
-"""What each kind of cost is predicted from. The first names describe the model, the rest the work."""
 
 REGRESSORS = (
     "linear",
@@ -55,8 +42,6 @@ REGRESSORS = (
 """Names of the paper's eight regressors."""
 
 _LINEAR = frozenset(REGRESSORS[:4])  # these fit seconds, the others logarithms
-_ROWS = frozenset({"batch", "num_tokens"})
-_MODEL_FEATURES = frozenset({*_SHAPE_FEATURES, "block_bytes"})
 _MIN_DISTINCT = 10
 
 
@@ -129,7 +114,7 @@ class FittedRegressor:
     edge: a polynomial would go anywhere. Another model than the samples' range of models is refused.
     """
 
-    def __init__(self, space: _FeatureSpace, features: Array, seconds: Array, estimator: Any) -> None:
+    def __init__(self, space: FeatureSpace, features: Array, seconds: Array, estimator: Any) -> None:
         """Fit `estimator`, an unfitted scikit-learn regressor, to `features` `[n, f]` and `seconds` `[n]`."""
         self._space = space
         self._estimator = estimator
@@ -217,10 +202,10 @@ def fit(
 
     def refit(name: str, degree: int) -> FittedRegressor:
         known = np.concatenate([train, held_out])
-        space = _FeatureSpace(kind, features, degree, name not in _LINEAR, derived)
+        space = FeatureSpace(kind, features, degree, name not in _LINEAR, derived)
         return _fit_one(space, features[known], seconds[known], makers[name])[0]
 
-    num_varying = _FeatureSpace(kind, features, 1, False, derived).num_inputs
+    num_varying = FeatureSpace(kind, features, 1, False, derived).num_inputs
     candidates: list[Candidate] = []
     makers = {name: make for name, make in _makers(seed).items() if name in names}
     for degree in sorted(set(degrees)):
@@ -231,7 +216,7 @@ def fit(
             continue
         for name, make in makers.items():
             fit_start = time.perf_counter()
-            space = _FeatureSpace(kind, features, degree, name not in _LINEAR, derived)
+            space = FeatureSpace(kind, features, degree, name not in _LINEAR, derived)
             regressor, converged = _fit_one(space, features[train], seconds[train], make)
             fit_seconds = time.perf_counter() - fit_start
             errors = _errors(regressor, features[held_out], seconds[held_out])
@@ -328,69 +313,6 @@ class RegressionCostModel:
         return float(self.seconds_many(kind, np.array([work], dtype=np.float64))[0])
 
 
-class _FeatureSpace:
-    """Features scaled to [-1, 1], on a linear or logarithmic scale, as standardised polynomials."""
-
-    def __init__(
-        self, kind: CostKind, measured: Array, degree: int, is_logarithmic: bool, derived: bool = False
-    ) -> None:
-        """`measured` `[n, f]` holds all work that was measured, whether it is fitted on or held out."""
-        from sklearn.preprocessing import PolynomialFeatures, StandardScaler
-
-        self.is_logarithmic = is_logarithmic
-        self._kind = kind
-        self._derived = derived
-        inputs = self._inputs(measured)
-        self._low, self._high = inputs.min(axis=0), inputs.max(axis=0)
-        self._varies = self._low < self._high
-        self._polynomial = PolynomialFeatures(degree, include_bias=False)
-        self._scaler = StandardScaler()
-        self._is_fitted = False
-
-    @property
-    def num_inputs(self) -> int:
-        """Features that differ between samples."""
-        return int(self._varies.sum())
-
-    def _inputs(self, features: Array) -> Array:
-        columns = dict(zip(FEATURE_NAMES[self._kind], features.T, strict=True))
-        more = [derived_features(columns)] if self._derived else []
-        return np.concatenate([features, *more], axis=1)
-
-    def transform(self, features: Array) -> Array:
-        """Polynomials `[n, num_features]` of `features` `[n, f]`; the first call also fits the scales."""
-        inputs = self._inputs(features)
-        low, high, unit = (values[..., self._varies] for values in (self._low, self._high, inputs))
-        if self.is_logarithmic:
-            low, high, unit = np.log1p(low), np.log1p(high), np.log1p(unit)
-        unit = 2 * (unit - low) / (high - low) - 1
-        if not self._is_fitted:
-            self._is_fitted = True
-            return np.asarray(self._scaler.fit_transform(self._polynomial.fit_transform(unit)))
-        return np.asarray(self._scaler.transform(self._polynomial.transform(unit)))
-
-    def clamp(self, features: Array) -> tuple[Array, Array]:
-        """`features` moved into what was measured, and how many times too large each row was."""
-        for column, name in enumerate(FEATURE_NAMES[self._kind]):
-            low, high, asked = self._low[column], self._high[column], features[:, column]
-            if name in _MODEL_FEATURES:
-                wrong = asked[(asked < low) | (asked > high)]
-            elif name in _ROWS:  # a program computes all of its rows, and there may be but one
-                continue
-            else:
-                wrong = asked[(asked != low) & (low == high)]
-            if len(wrong):
-                measured = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-                raise ConfigError(
-                    f"{self._kind} was measured with {name} {measured} only, and is asked for {wrong[0]:g}; "
-                    f"measure it there too"
-                )
-        low, high, varies = (of[: features.shape[1]] for of in (self._low, self._high, self._varies))
-        varies = varies | np.array([name in _ROWS for name in FEATURE_NAMES[self._kind]])
-        ratios = features[:, varies] / high[varies]
-        return np.clip(features, low, high), ratios.max(axis=1, initial=1.0)
-
-
 def _choose(candidates: Sequence[Candidate], tolerance: float) -> Candidate:
     """The simplest of those whose MAPE is at most `tolerance` above the least; the better of two equals."""
     fitted = [(c.held_out.mape, c) for c in candidates if c.held_out is not None]
@@ -421,7 +343,7 @@ def _makers(seed: int) -> dict[str, Callable[[int], Any]]:
 
 
 def _fit_one(
-    space: _FeatureSpace, features: Array, seconds: Array, make: Callable[[int], Any]
+    space: FeatureSpace, features: Array, seconds: Array, make: Callable[[int], Any]
 ) -> tuple[FittedRegressor, bool]:
     """Fit one candidate; also whether its solver converged."""
     from sklearn.exceptions import ConvergenceWarning

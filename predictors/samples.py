@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxllm.errors import ConfigError, shown
 from jaxllm.predictors.base import COST_KINDS, CostKind, ModelShape
-from jaxllm.predictors.regression import FEATURE_NAMES, Sample
+from jaxllm.predictors.features import FEATURE_NAMES
+from jaxllm.predictors.regression import Sample
 
 _FORMAT = "jaxllm-samples"
 _NO_FEATURES = ("dtype", "kv_dtype", "weights", "head")

@@ -404,10 +404,10 @@ def drawn_tokenizer(draw):
 
 
 def _alphabet():
-    from jaxllm.text.detokenizer import _byte_alphabet
+    from jaxllm.text.vocabulary import byte_alphabet
 
-    assert set(_byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
-    return _byte_alphabet()
+    assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
+    return byte_alphabet()
 
 
 @st.composite

@@ -11,13 +11,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import COST_KINDS, model_shape
 from jaxllm.predictors.derived import derived_features
 from jaxllm.predictors.devices import device_spec
-from jaxllm.predictors.regression import (
-    FEATURE_NAMES,
-    REGRESSORS,
-    RegressionCostModel,
-    Sample,
-    fit,
-)
+from jaxllm.predictors.features import FEATURE_NAMES
+from jaxllm.predictors.regression import REGRESSORS, RegressionCostModel, Sample, fit
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.table import BatchCostModel, TableAxes, TableCostModel
 from jaxllm.types import piece_sizes

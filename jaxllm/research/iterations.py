@@ -20,8 +20,9 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostKind, step_kind
+from jaxllm.predictors.features import FEATURE_NAMES
 from jaxllm.predictors.fit_report import ErrorStats, FitReport
-from jaxllm.predictors.regression import FEATURE_NAMES, REGRESSORS, FittedRegressor, Sample, fit
+from jaxllm.predictors.regression import REGRESSORS, FittedRegressor, Sample, fit
 
 COUNTS = ("num_decodes", "decode_kv_tokens", "prefill_tokens", "num_prefills", "prefill_kv_tokens")
 """Columns of work, in the order of `CostModel.step_seconds`."""

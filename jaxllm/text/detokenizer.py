@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import codecs
-import dataclasses
-import functools
 import itertools
 import re
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+from jaxllm.text.vocabulary import REPLACEMENT, decode_function, decoded_bytes, vocabulary_of
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_PARTIAL = 3  # bytes, hence tokens, of an incomplete UTF-8 character
 _MARKERS = range(0xD800, 0xE000)  # surrogates, which no decoded text has
 
@@ -52,7 +48,7 @@ class IncrementalDetokenizer:
         stop: tuple[str, ...] = (),
         include_stop_str_in_output: bool = False,
     ) -> None:
-        hidden = _vocabulary(tokenizer).special_ids if skip_special_tokens and stop else {}
+        hidden = vocabulary_of(tokenizer).special_ids if skip_special_tokens and stop else {}
         markers = _markers(hidden.values(), stop)
         by_id = {token_id: markers[name] for token_id, name in hidden.items() if name in markers}
         self._decoder = _TokenDecoder(tokenizer, prompt_token_ids, skip_special_tokens, by_id)
@@ -142,7 +138,7 @@ class TokenNames:
     def __init__(
         self, tokenizer: Any, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> None:
-        self._tokenizer, self._vocabulary = tokenizer, _vocabulary(tokenizer)
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary_of(tokenizer)
         self._skip_special = skip_special_tokens
         self._partial = b""
         self._is_start = all(map(self._is_skipped, prompt_token_ids))
@@ -151,7 +147,7 @@ class TokenNames:
         """What a token would be called at this place."""
         spelling = self._vocabulary.spelling(self._tokenizer, token_id)
         if spelling.part is not None:
-            return _decoded(self._partial + spelling.part, False)[0]
+            return decoded_bytes(self._partial + spelling.part, False)[0]
         return spelling.first if self._is_start else spelling.text
 
     def append(self, token_id: int) -> None:
@@ -160,7 +156,7 @@ class TokenNames:
             return
         self._is_start = False
         part = self._vocabulary.spelling(self._tokenizer, token_id).part
-        self._partial = b"" if part is None else _decoded(self._partial + part, False)[1]
+        self._partial = b"" if part is None else decoded_bytes(self._partial + part, False)[1]
 
     def _is_skipped(self, token_id: int) -> bool:
         return self._vocabulary.is_skipped(token_id, self._skip_special)
@@ -168,7 +164,7 @@ class TokenNames:
 
 def token_bytes(tokenizer: Any, token_id: int, name: str | None) -> bytes:
     """The bytes of a token that is called so: its own where its text is no whole characters."""
-    spelling = _vocabulary(tokenizer).spelling(tokenizer, token_id)
+    spelling = vocabulary_of(tokenizer).spelling(tokenizer, token_id)
     if spelling.part is not None:
         return spelling.part
     return (spelling.text if name is None else name).encode("utf-8", "replace")
@@ -199,9 +195,9 @@ class _TokenDecoder:
         skip_special: bool,
         markers: Mapping[int, str] | None = None,
     ) -> None:
-        self._vocabulary = _vocabulary(tokenizer)
+        self._vocabulary = vocabulary_of(tokenizer)
         self._markers = markers or {}
-        self._decode_function = _decode_function(tokenizer)
+        self._decode_function = decode_function(tokenizer)
         self._skip_special = skip_special
         self._pending: tuple[int, ...] = ()
         self._num_shown = 0
@@ -247,7 +243,7 @@ class _TokenDecoder:
             return ""
         text = self._decode_anchored(pending)
         new = text[self._num_shown :]
-        if not finished and new.endswith(_REPLACEMENT):
+        if not finished and new.endswith(REPLACEMENT):
             self._pending = pending[-_LONGEST_PARTIAL:]
             shown = text if self._pending == pending else self._decode_anchored(self._pending)
             self._num_shown = len(shown) - 1
@@ -263,13 +259,13 @@ class _TokenDecoder:
         return text[self._num_anchor :]
 
     def _decode_bytes(self, data: bytes, finished: bool) -> str:
-        text, self._partial_bytes = _decoded(self._partial_bytes + data, finished)
+        text, self._partial_bytes = decoded_bytes(self._partial_bytes + data, finished)
         return text
 
     def _set_anchor(self, token_id: int | None) -> None:
         """Takes a token as the anchor, or a letter if there is none or it may end inside a character."""
         anchor: tuple[int, ...] = () if token_id is None else (token_id,)
-        if not anchor or self._decode_ids(anchor).endswith(_REPLACEMENT):
+        if not anchor or self._decode_ids(anchor).endswith(REPLACEMENT):
             anchor = self._vocabulary.letter
         self._anchor, self._num_anchor = anchor, len(self._decode_ids(anchor))
 
@@ -356,136 +352,3 @@ def _marked(string: str, markers: Mapping[str, str]) -> str:
     """A stop string with the markers of the tokens that it names."""
     names = sorted(markers, key=len, reverse=True)
     return re.sub("|".join(map(re.escape, names)), lambda m: markers[m[0]], string) if names else string
-
-
-def _decoded(data: bytes, finished: bool) -> tuple[str, bytes]:
-    """The text of bytes, and an incomplete character at their end, which is replaced with `finished`."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    return decoder.decode(data, finished), decoder.getstate()[0]
-
-
-_Decode = Callable[[Sequence[int], bool], str]
-"""Text of token ids, with or without (True) skipping special tokens."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Spelling:
-    """A token's text after others, and at the start of a text; its bytes if they are no whole characters."""
-
-    text: str
-    first: str
-    part: bytes | None
-
-
-class _Vocabulary:
-    """What decoding needs to know of a tokenizer's tokens.
-
-    Attributes:
-        special_ids: special tokens and their names.
-        byte_of: tokens of a `byte_fallback` tokenizer that are bytes of longer characters; empty for others.
-        letter: a token that is a letter, if there is one.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        ids = set(tokenizer.get_vocab().values())
-        self._size = max(ids, default=-1) + 1
-        self._holes = frozenset(range(self._size)) - ids if len(ids) < self._size else frozenset()
-        added = tokenizer.added_tokens_decoder.items()
-        self.special_ids = {token_id: token.content for token_id, token in added if token.special}
-        byte_of = _byte_tokens(tokenizer)
-        self.byte_of = {token_id: byte for token_id, byte in byte_of.items() if byte >= 0x80}
-        self.letter = _letter(tokenizer, byte_of)
-        self._spellings: dict[int, _Spelling] = {}
-
-    def is_skipped(self, token_id: int, skip_special: bool) -> bool:
-        """Whether a token has no text: skipped, or none of the tokenizer (models pad their vocabulary)."""
-        if token_id >= self._size or token_id in self._holes:
-            return True
-        return skip_special and token_id in self.special_ids
-
-    def spelling(self, tokenizer: Any, token_id: int) -> _Spelling:
-        """How one of its tokens is written, which is found out once."""
-        found = self._spellings.get(token_id)
-        if found is None:
-            found = self._spellings[token_id] = self._spell(tokenizer, token_id)
-        return found
-
-    def _spell(self, tokenizer: Any, token_id: int) -> _Spelling:
-        if self.is_skipped(token_id, False):
-            return _Spelling("", "", None)
-        decode = _decode_function(tokenizer)
-        first = text = decode((token_id,), False)
-        if token_id not in self.special_ids and self.letter:
-            text = decode((*self.letter, token_id), False)[1:]
-        part = None
-        if token_id in self.byte_of:
-            part = bytes((self.byte_of[token_id],))
-        elif _REPLACEMENT in first:
-            part = _byte_level(tokenizer.convert_ids_to_tokens(token_id))
-        # Of what is no part of a character there is nothing that the text does not tell.
-        return _Spelling(text, first, None if part is None or not _is_partial(part, first) else part)
-
-
-_vocabularies: weakref.WeakKeyDictionary[Any, _Vocabulary] = weakref.WeakKeyDictionary()
-
-
-def _vocabulary(tokenizer: Any) -> _Vocabulary:
-    vocabulary = _vocabularies.get(tokenizer)
-    if vocabulary is None:
-        vocabulary = _vocabularies[tokenizer] = _Vocabulary(tokenizer)
-    return vocabulary
-
-
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes as."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)) - set(shown))
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-def _byte_level(name: str) -> bytes | None:
-    """The bytes that a byte-level tokenizer's token is written for; None if it is of another tokenizer."""
-    alphabet = _byte_alphabet()
-    return bytes(map(alphabet.__getitem__, name)) if alphabet.keys() >= set(name) else None
-
-
-def _is_partial(data: bytes, text: str) -> bool:
-    """Whether bytes that are shown as a text are no whole characters."""
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return _decoded(data, True)[0] == text
-    return False
-
-
-def _letter(tokenizer: Any, byte_of: Mapping[int, int]) -> tuple[int, ...]:
-    decode = _decode_function(tokenizer)
-    of_bytes = [token_id for token_id, byte in byte_of.items() if byte == ord("A")]
-    for token_id in of_bytes or tokenizer.convert_tokens_to_ids(["a", "A"]):
-        if token_id is not None and decode((token_id,), False) in ("a", "A"):
-            return (token_id,)
-    return ()
-
-
-def _decode_function(tokenizer: Any) -> _Decode:
-    from transformers import PreTrainedTokenizerFast as Fast
-
-    kind = type(tokenizer)
-    if isinstance(tokenizer, Fast) and (kind.decode, kind._decode) == (Fast.decode, Fast._decode):
-        backend = tokenizer.backend_tokenizer  # the same text, five times faster than through the wrapper
-        return lambda token_ids, skip_special: backend.decode(token_ids, skip_special_tokens=skip_special)
-    return lambda token_ids, skip_special: tokenizer.decode(
-        token_ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-    )
-
-
-def _byte_tokens(tokenizer: Any) -> dict[int, int]:
-    names = [f"<0x{byte:02X}>" for byte in range(256)]
-    found = {
-        token_id: byte
-        for byte, token_id in enumerate(tokenizer.convert_tokens_to_ids(names))
-        if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == names[byte]
-    }
-    letter = next((token_id for token_id, byte in found.items() if byte == ord("A")), None)
-    return found if letter is not None and tokenizer.decode([letter]) == "A" else {}

@@ -8,7 +8,7 @@ import numpy as np
 from numba import cfunc, njit
 
 from jaxllm.pallas_kernels.native import attention as items
-from jaxllm.pallas_kernels.native import ffi, gates, largest, norms, products, threads
+from jaxllm.pallas_kernels.native import ffi, gates, largest, norms, products, threads, writes
 from jaxllm.pallas_kernels.native.memory import free, int32s, int64s, malloc, memset
 from jaxllm.pallas_kernels.native.shape import (
     CODES,
@@ -32,7 +32,7 @@ _MOST_ROUNDED_ALONE = 4  # items of rows that are rounded by one thread: others 
 
 def attention_worker(shape: AttentionShape) -> Any:
     """The C function that computes items of attention, and stores keys and values."""
-    decode, prompt, write = items.decode_item(shape), items.prompt_item(shape), items.write_item(shape)
+    decode, prompt, write = items.decode_item(shape), items.prompt_item(shape), writes.write_item(shape)
 
     def run_item(job, scratch, index):  # type: ignore[no-untyped-def]
         words = int64s(job)
@@ -86,7 +86,7 @@ def attention_handler(shape: AttentionShape) -> Any:
 
     @njit(error_model="numpy")
     def stored(frame, num_rows, num_threads):  # type: ignore[no-untyped-def]
-        num_items = (num_rows + items.WRITTEN_AT_ONCE - 1) // items.WRITTEN_AT_ONCE
+        num_items = (num_rows + writes.WRITTEN_AT_ONCE - 1) // writes.WRITTEN_AT_ONCE
         job = new_job(frame, num_items, num_threads)
         if job == 0:
             return False
