@@ -15,6 +15,7 @@ from variants import golden_checkpoint
 from jaxllm import SamplingParams
 from jaxllm.engine import sizing
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.models import placements, read_model
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.executor import memory
 from jaxllm.executor.draft_model import DraftModel
@@ -331,7 +332,7 @@ def test_another_vocabulary_is_refused(tmp_path):
 def test_weights_and_pool_are_in_the_memory_that_is_planned(llm):
     """Of bytes for KV both models get as many blocks; its weights are subtracted like the model's."""
     config = dataclasses.replace(llm.config, num_gpu_blocks_override=None, kv_cache_memory=2**20 - 5)
-    model = sizing.read_model(config, sizing.placements(config)[0])
+    model = read_model(config, placements(config)[0])
     chosen = sizing.choose(config, model)
     alone = sizing.size(config, model, chosen).scheduler.num_gpu_blocks
     shared = sizing.size(config, model, chosen, beside=memory.Beside(bytes_per_block=14336))

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from variants import VARIANTS, golden_checkpoint
 
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.sizing import settle_dtype
+from jaxllm.engine.models import settle_dtype
 from jaxllm.errors import ConfigError, WeightsError
 from jaxllm.loading import load_params, resolve_dtype, safetensors_format
 from jaxllm.loading.shards import list_tensors

@@ -23,6 +23,7 @@ from jaxllm.engine import drafting, processes, sizing
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.ledgers import header_of, open_ledger
+from jaxllm.engine.models import Model, placements, read_model
 from jaxllm.engine.observer import StepObserver
 from jaxllm.engine.profiling import Profiler
 from jaxllm.errors import ConfigError
@@ -178,7 +179,7 @@ def _assemble_model(
     started: float,
     leader: Leader | None,
 ) -> Assembly:
-    model = sizing.read_model(config, sizing.placements(config)[replica], params)
+    model = read_model(config, placements(config)[replica], params)
     chosen = sizing.choose(config, model)
     draft = drafting.read_draft(config, model, chosen)
     beside = None if draft is None else draft.needs
@@ -200,7 +201,7 @@ class _Loaded:
 
 def _load(
     config: EngineConfig,
-    model: sizing.Model,
+    model: Model,
     sizes: sizing.Sizes,
     started: float,
     given: Mapping[str, Any] | None,
@@ -246,7 +247,7 @@ def _load(
 
 def _join(
     config: EngineConfig,
-    model: sizing.Model,
+    model: Model,
     chosen: sizing.Choices,
     sizes: sizing.Sizes,
     loaded: _Loaded,

@@ -13,6 +13,7 @@ import jax
 from jaxllm import pallas_kernels
 from jaxllm.engine import sizing
 from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.models import Model, read_model
 from jaxllm.errors import ConfigError
 from jaxllm.executor import memory
 from jaxllm.executor.draft_model import DraftModel
@@ -26,6 +27,7 @@ from jaxllm.loading.checkpoints import checkpoint_folder
 from jaxllm.loading.heads import load_heads
 from jaxllm.models.config import read_hf_config
 from jaxllm.models.eagle3 import LAYER, Eagle3Config
+from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.medusa import MedusaConfig
 from jaxllm.models.registry import Params, in_format
 
@@ -44,7 +46,7 @@ class Draft:
         seed: of dummy weights.
     """
 
-    model: sizing.Model
+    model: Model
     needs: memory.Beside
     most: int
     load_format: str
@@ -78,7 +80,7 @@ class Draft:
             model.device,
         )
 
-    def _load(self, formats: sizing.LinearFormats) -> Params:
+    def _load(self, formats: LinearFormats) -> Params:
         model = self.model
         weights = iter_params(
             model.folder,
@@ -154,9 +156,7 @@ class Eagle:
         return DraftModel(core, load, config, self.most, self.device, lambda: executor.layers)
 
 
-def read_draft(
-    config: EngineConfig, model: sizing.Model, chosen: sizing.Choices
-) -> Draft | Heads | Eagle | None:
+def read_draft(config: EngineConfig, model: Model, chosen: sizing.Choices) -> Draft | Heads | Eagle | None:
     """What the folder of what drafts says of it; None without one.
 
     Raises:
@@ -177,7 +177,7 @@ def read_draft(
         raise ConfigError(f"speculative_config: model {speculative.model!r}: {error}") from error
 
 
-def _read_heads(config: EngineConfig, name: str, model: sizing.Model, chosen: sizing.Choices) -> Heads:
+def _read_heads(config: EngineConfig, name: str, model: Model, chosen: sizing.Choices) -> Heads:
     folder = checkpoint_folder(name, download=config.download, cache_dir=config.download_dir)
     heads = MedusaConfig.from_dict(read_hf_config(folder))
     sizes = heads.vocab_size, heads.hidden_size
@@ -203,7 +203,7 @@ def _read_heads(config: EngineConfig, name: str, model: sizing.Model, chosen: si
     return Heads(folder, heads, needs, most, model.device)
 
 
-def _read_eagle(config: EngineConfig, name: str, model: sizing.Model, chosen: sizing.Choices) -> Eagle:
+def _read_eagle(config: EngineConfig, name: str, model: Model, chosen: sizing.Choices) -> Eagle:
     folder = checkpoint_folder(name, download=config.download, cache_dir=config.download_dir)
     heads = Eagle3Config.from_dict(read_hf_config(folder), model.config.num_layers)
     if (heads.layer.vocab_size, heads.target_size) != (model.config.vocab_size, model.config.hidden_size):
@@ -227,7 +227,7 @@ def _read_eagle(config: EngineConfig, name: str, model: sizing.Model, chosen: si
     return Eagle(folder, heads, needs, most, model.device)
 
 
-def _read_model(config: EngineConfig, name: str, model: sizing.Model, chosen: sizing.Choices) -> Draft:
+def _read_model(config: EngineConfig, name: str, model: Model, chosen: sizing.Choices) -> Draft:
     own = dataclasses.replace(
         config,
         model=name,
@@ -242,7 +242,7 @@ def _read_model(config: EngineConfig, name: str, model: sizing.Model, chosen: si
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
     )
-    read = sizing.read_model(own, Placement(model.placement.devices[:1]))
+    read = read_model(own, Placement(model.placement.devices[:1]))
     if read.config.vocab_size != model.config.vocab_size:
         raise ConfigError(
             f"it has a vocabulary of {read.config.vocab_size} tokens, and {str(config.model)!r} has "

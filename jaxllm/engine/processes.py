@@ -14,6 +14,7 @@ import jax
 
 from jaxllm.engine import sizing
 from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.models import Model, placements, read_model
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.executor.kv.disk import weights_fingerprint
 from jaxllm.executor.processes.links import Follower, Leader
@@ -60,7 +61,7 @@ def lead(config: EngineConfig, params: Mapping[str, Any] | None) -> Leader:
 
 
 def agree(
-    leader: Leader, config: EngineConfig, model: sizing.Model, chosen: sizing.Choices, sizes: sizing.Sizes
+    leader: Leader, config: EngineConfig, model: Model, chosen: sizing.Choices, sizes: sizing.Sizes
 ) -> sizing.Sizes:
     """Sizes that fit all processes, told to the others."""
     fitting = min(int(blocks) for blocks in leader.ask("blocks").values())
@@ -88,7 +89,7 @@ def _decided(config: EngineConfig, sizes: sizing.Sizes) -> dict[str, Any]:
     }
 
 
-def _facts(model: sizing.Model, sizes: sizing.Sizes) -> dict[str, str]:
+def _facts(model: Model, sizes: sizing.Sizes) -> dict[str, str]:
     """What has to be the same in all processes, as text."""
     executor = sizes.executor
     names = [field.name for field in dataclasses.fields(executor)]
@@ -99,7 +100,7 @@ def _facts(model: sizing.Model, sizes: sizing.Sizes) -> dict[str, str]:
     return {**facts, "model": repr(sizes.model_config)}
 
 
-def stored(config: EngineConfig, model: sizing.Model, sizes: sizing.Sizes) -> Iterator[tuple[str, jax.Array]]:
+def stored(config: EngineConfig, model: Model, sizes: sizing.Sizes) -> Iterator[tuple[str, jax.Array]]:
     """The weights of the checkpoint."""
     return iter_params(
         model.folder,
@@ -112,7 +113,7 @@ def stored(config: EngineConfig, model: sizing.Model, sizes: sizing.Sizes) -> It
     )
 
 
-def placed(model: sizing.Model, sizes: sizing.Sizes, weights: Iterable[tuple[str, jax.Array]]) -> Params:
+def placed(model: Model, sizes: sizing.Sizes, weights: Iterable[tuple[str, jax.Array]]) -> Params:
     """Weights where they belong, as far as that is in this process."""
     formats = sizes.executor.formats
     return {
@@ -154,7 +155,7 @@ def _follow(link: Follower, config: EngineConfig) -> None:
             told.put((name, arguments))
 
     link.listen(take)
-    model = sizing.read_model(config, sizing.placements(config)[0])
+    model = read_model(config, placements(config)[0])
     link.say("blocks", sizing.size(config, model, sizing.choose(config, model)).executor.num_gpu_blocks)
     name, arguments = told.get()
     if name == "end":
