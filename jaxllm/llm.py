@@ -6,13 +6,24 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.engine.assembly import LoadTimes, assemble_replicas
 from jaxllm.engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.inputs import Prompt
+from jaxllm.engine.inputs import (
+    Deadlines,
+    Messages,
+    Params,
+    Priorities,
+    Prompt,
+    Prompts,
+    as_arguments,
+    as_prompts,
+    one_each,
+    refuse_table,
+)
 from jaxllm.engine.outputs import RequestOutput
 from jaxllm.engine.replicas import Replicas, thread_of
 from jaxllm.engine.residence import Residence
@@ -27,15 +38,7 @@ from jaxllm.text.chat import render
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MAX_PROMPTS = 2**24
 _MOST_KEPT = 8  # outputs that wait for an earlier one, of those in flight
-_OF_ROWS = "sampling_params", "priority", "deadline"
-
-Prompts = str | Mapping[str, Any] | Sequence[Prompt] | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
-Params = SamplingParams | Sequence[SamplingParams] | None
-Priorities = int | Sequence[int] | None
-Deadlines = float | Sequence[float] | None
 
 
 class LLM:
@@ -235,7 +238,7 @@ class LLM:
             most = 2 * self.executor.config.max_num_seqs * len(self.replicas)
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise ConfigError(f"max_in_flight={shown(most)} must be None or an integer of at least 1")
-        _refuse_table(rows)
+        refuse_table(rows)
         params = self._default_params if sampling_params is None else sampling_params
         return self._iterate(enumerate(rows, first_place), params, most, first_place if in_order else None)
 
@@ -256,7 +259,7 @@ class LLM:
                     if is_exhausted := place < 0:
                         break
                     try:
-                        stream.add(f"rows[{place}]/{call}", place, _as_arguments(row, params))
+                        stream.add(f"rows[{place}]/{call}", place, as_arguments(row, params))
                     except (RequestError, SamplingParamsError) as error:
                         ended[place] = RequestOutput.refused(str(place), error)
                 if following is None:
@@ -377,7 +380,7 @@ class LLM:
             )
         if not isinstance(params, BeamSearchParams):
             raise SamplingParamsError(f"params must be BeamSearchParams, not {type(params).__name__}")
-        items, ends = _as_prompts(prompts), self.engine.eos_token_ids
+        items, ends = as_prompts(prompts), self.engine.eos_token_ids
         step = BeamSearch(params, ends).step
         block_size = self.engine.scheduler.config.block_size
         searches: list[tuple[BeamSearch, dict[str, Any]]] = []
@@ -496,13 +499,13 @@ class LLM:
         self, prompts: Prompts, params: Params, priority: Priorities, deadline: Deadlines, *, stream: bool
     ) -> OutputStream:
         """Queue all prompts, or none if one of them is refused."""
-        items = _as_prompts(prompts)
+        items = as_prompts(prompts)
         params = self._default_params if params is None else params
         columns = {
             "prompt": items,
-            "sampling_params": _one_each("sampling_params", params, len(items)),
-            "priority": _one_each("priority", priority, len(items)),
-            "deadline": _one_each("deadline", deadline, len(items)),
+            "sampling_params": one_each("sampling_params", params, len(items)),
+            "priority": one_each("priority", priority, len(items)),
+            "deadline": one_each("deadline", deadline, len(items)),
         }
         call = next(self._ids)
         requests = [
@@ -522,60 +525,3 @@ def _progress(total: int, title: str, unit: str, *, is_shown: bool) -> Iterator[
 
     with tqdm(total=total, desc=title, unit=unit) as bar:
         yield bar.update
-
-
-def _as_arguments(row: Prompt | Mapping[str, Any], params: SamplingParams) -> dict[str, Any]:
-    """Of `Engine.prepare`, for a row of `generate_iter`."""
-    arguments: dict[str, Any] = {"prompt": row, "sampling_params": params}
-    if isinstance(row, Mapping):
-        own = {name: row[name] for name in _OF_ROWS if name in row}
-        prompt = {name: value for name, value in row.items() if name not in own}
-        arguments |= {"prompt": prompt, **{name: value for name, value in own.items() if value is not None}}
-    return arguments
-
-
-def _as_prompts(prompts: Prompts) -> list[Any]:
-    _refuse_table(prompts)
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
-        raise RequestError(f"prompts must be one prompt or a list of them, not {shown(prompts)}")
-    if isinstance(prompts, bytes | bytearray | Set):
-        raise RequestError(f"prompts must be a list, not {type(prompts).__name__}: their order matters")
-    items = list(itertools.islice(prompts, _MAX_PROMPTS + 1))
-    if len(items) > _MAX_PROMPTS:
-        raise RequestError(f"prompts has more than {_MAX_PROMPTS} entries: give fewer at once")
-    is_one = bool(items) and all(
-        hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0 for item in items
-    )
-    return [items] if is_one else items
-
-
-def _refuse_table(prompts: Any) -> None:
-    """Refuse what has columns: going through it gives their names, or the columns."""
-    if isinstance(prompts, Mapping):
-        column = prompts.get("prompt", "")
-        if isinstance(column, str) or not isinstance(column, Iterable):
-            return
-        if not isinstance(next(iter(column), ""), str):  # a prompt that is no text
-            return
-        way_out = 'list(columns["prompt"])'
-    elif hasattr(prompts, "to_pylist"):  # pyarrow
-        way_out = "to_pylist()" if not hasattr(prompts, "columns") else 'table["prompt"].to_pylist()'
-    elif not hasattr(prompts, "columns"):
-        return
-    else:
-        way_out = 'df["prompt"].to_list()' if hasattr(prompts, "get_column") else 'df["prompt"].tolist()'
-    raise RequestError(
-        f"prompts is a table, of type {type(prompts).__name__}, and must be a list: give the column that "
-        f"holds the prompts, such as {way_out}"
-    )
-
-
-def _one_each(name: str, values: Any, count: int) -> list[Any]:
-    """What is given for each of `count` prompts."""
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        return [values] * count
-    if len(values) != count:
-        raise RequestError(f"{len(values)} {name} for {count} prompts; pass one for all or one for each")
-    return list(values)

@@ -246,7 +246,7 @@ def test_so_are_prompts(llm, monkeypatch):
         llm.generate([range(10**9)], GREEDY, use_tqdm=False)
     with pytest.raises(RequestError, match="a list of token ids, not count"):
         llm.generate({"prompt_token_ids": itertools.count()}, GREEDY, use_tqdm=False)
-    monkeypatch.setattr("jaxllm.llm._MAX_PROMPTS", 1000)
+    monkeypatch.setattr("jaxllm.engine.inputs._MAX_PROMPTS", 1000)
     with pytest.raises(RequestError, match="prompts has more than 1000 entries"):
         llm.generate(([i] for i in itertools.count()), GREEDY, use_tqdm=False)
 

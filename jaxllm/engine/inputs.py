@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from jaxllm.errors import RequestError, RequestTooLargeError, SamplingParamsError, shown
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompts = str | Mapping[str, Any] | Sequence[Prompt] | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+Priorities = int | Sequence[int] | None
+Deadlines = float | Sequence[float] | None
 
 
 class TextPrompt(TypedDict):
@@ -40,6 +46,8 @@ class TokensPrompt(TypedDict):
 
 _OPTIONS = ("cache_salt", "num_dropped_tokens")
 _MAX_TOKENS = 2**24
+_MAX_PROMPTS = 2**24
+_OF_ROWS = "sampling_params", "priority", "deadline"
 _MAX_SECONDS = 1e12
 _MAX_PRIORITY = 2**31 - 1
 _MAX_DROPPED_TOKENS = 2**18
@@ -338,3 +346,65 @@ def _is_salt(value: object) -> bool:
         return isinstance(value, str) and bool(value.encode())
     except UnicodeEncodeError:
         return False
+
+
+def as_arguments(row: Prompt | Mapping[str, Any], params: SamplingParams) -> dict[str, Any]:
+    """Of `Engine.prepare`, for a row of `generate_iter`."""
+    arguments: dict[str, Any] = {"prompt": row, "sampling_params": params}
+    if isinstance(row, Mapping):
+        own = {name: row[name] for name in _OF_ROWS if name in row}
+        prompt = {name: value for name, value in row.items() if name not in own}
+        arguments |= {"prompt": prompt, **{name: value for name, value in own.items() if value is not None}}
+    return arguments
+
+
+def as_prompts(prompts: Prompts) -> list[Any]:
+    """One prompt after another, also where one alone is given.
+
+    Raises:
+        RequestError: they are no list of prompts.
+    """
+    refuse_table(prompts)
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
+        raise RequestError(f"prompts must be one prompt or a list of them, not {shown(prompts)}")
+    if isinstance(prompts, bytes | bytearray | Set):
+        raise RequestError(f"prompts must be a list, not {type(prompts).__name__}: their order matters")
+    items = list(itertools.islice(prompts, _MAX_PROMPTS + 1))
+    if len(items) > _MAX_PROMPTS:
+        raise RequestError(f"prompts has more than {_MAX_PROMPTS} entries: give fewer at once")
+    is_one = bool(items) and all(
+        hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0 for item in items
+    )
+    return [items] if is_one else items
+
+
+def refuse_table(prompts: Any) -> None:
+    """Refuse what has columns: going through it gives their names, or the columns."""
+    if isinstance(prompts, Mapping):
+        column = prompts.get("prompt", "")
+        if isinstance(column, str) or not isinstance(column, Iterable):
+            return
+        if not isinstance(next(iter(column), ""), str):  # a prompt that is no text
+            return
+        way_out = 'list(columns["prompt"])'
+    elif hasattr(prompts, "to_pylist"):  # pyarrow
+        way_out = "to_pylist()" if not hasattr(prompts, "columns") else 'table["prompt"].to_pylist()'
+    elif not hasattr(prompts, "columns"):
+        return
+    else:
+        way_out = 'df["prompt"].to_list()' if hasattr(prompts, "get_column") else 'df["prompt"].tolist()'
+    raise RequestError(
+        f"prompts is a table, of type {type(prompts).__name__}, and must be a list: give the column that "
+        f"holds the prompts, such as {way_out}"
+    )
+
+
+def one_each(name: str, values: Any, count: int) -> list[Any]:
+    """What is given for each of `count` prompts."""
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        return [values] * count
+    if len(values) != count:
+        raise RequestError(f"{len(values)} {name} for {count} prompts; pass one for all or one for each")
+    return list(values)

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.text.vocabulary import REPLACEMENT, decode_function, decoded_bytes, vocabulary_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-from jaxllm.text.vocabulary import REPLACEMENT, decode_function, decoded_bytes, vocabulary_of
 
 _LONGEST_PARTIAL = 3  # bytes, hence tokens, of an incomplete UTF-8 character
 _MARKERS = range(0xD800, 0xE000)  # surrogates, which no decoded text has

@@ -6,12 +6,12 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from jaxllm.sampling.params import SamplingParams
-
-if TYPE_CHECKING:
-    pass
 from jaxllm.types.kv import HostPiece
 from jaxllm.types.request import Request
 from jaxllm.types.steps import CopyProgress, Read, SampledTokens, SchedulerOutput
+
+if TYPE_CHECKING:
+    pass
 
 
 class StepResult(Protocol):

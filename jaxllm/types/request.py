@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from jaxllm.sampling.params import SamplingParams
+from jaxllm.types.kv import BlockName, HostBlock
 
 if TYPE_CHECKING:
     from jaxllm.sampling.token_masks import TokenMask
-from jaxllm.types.kv import BlockName, HostBlock
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
