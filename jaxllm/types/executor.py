@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.types.kv import HostPiece
 from jaxllm.types.request import Request
 from jaxllm.types.steps import CopyProgress, Read, SampledTokens, SchedulerOutput
-
-if TYPE_CHECKING:
-    pass
 
 
 class StepResult(Protocol):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jaxllm.types.kv import BlockName, HostBlock, HostPiece
 from jaxllm.types.request import Request
-
-if TYPE_CHECKING:
-    pass
 
 MAX_DECODE_STEPS = 8
 """Decode iterations that are computed in one device program, unless the user says how many."""
