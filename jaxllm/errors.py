@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import traceback
 from collections.abc import Iterable, Sequence
+
+_logger = logging.getLogger(__name__)
 
 
 def shown(value: object, most: int = 200) -> str:
@@ -130,6 +133,32 @@ def blame(
     found.about(request_id)
     found.__cause__ = error
     return found
+
+
+class Faults:
+    """What user's code raised where raising at once would leave a change half made.
+
+    As a context it logs and keeps what is raised in it; whoever makes the change raises that once it is made.
+    """
+
+    def __init__(self) -> None:
+        self._first: Exception | None = None
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, error: object, place: object) -> bool:
+        """Keep a named error; any other one is a fault of this package, and goes on."""
+        if not isinstance(error, ConfigError | UserCodeError):
+            return False
+        _logger.error("%s", error)
+        self._first = self._first or error
+        return True
+
+    def take(self) -> Exception | None:
+        """The first error that was kept; all of them are forgotten."""
+        first, self._first = self._first, None
+        return first
 
 
 class TryAgainError(JaxllmError, RuntimeError):
