@@ -247,6 +247,13 @@ def test_a_quiet_job_says_nothing(run, capsys):
         ("the dtype of the model", "the dtype of the model"),
         ("'max_num_seqs=5' is text", "'max_num_seqs=5' is text"),
         ("sampling_params.max_tokens", "sampling_params.max_tokens"),
+        ("x=Array(0.001, dtype=float32)", "x=Array(0.001, dtype=float32)"),
+        ("seed=Array([[1], [2]], dtype=f(3, seed=1)) must", "--seed Array([[1], [2]], dtype=f(3, seed=1)) must"),
+        ("raised X(max_num_seqs, seed=1...", "raised X(max_num_seqs, seed=1..."),
+        ("said 'a seed=1 and max_num_seqs', so seed=2", "said 'a seed=1 and max_num_seqs', so --seed 2"),
+        ('said "a seed=1", so (seed=2)', 'said "a seed=1", so (--seed 2)'),
+        ("<Model dtype=int8 max_num_seqs> has seed=2", "<Model dtype=int8 max_num_seqs> has --seed 2"),
+        ("the model's seed=1 isn't max_num_seqs", "the model's --seed 1 isn't --max-num-seqs"),
     ],
 )
 def test_errors_name_flags(message, said):
