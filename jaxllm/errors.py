@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import logging
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Self
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +38,25 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 class JaxllmError(Exception):
-    """Base class of every error jaxllm raises on purpose."""
+    """Base class of every error jaxllm raises on purpose.
+
+    `ways_out` end its message, by the setting that each of them names.
+    """
+
+    ways_out: Mapping[str, str] = {}
+
+    def or_else(self, **ways_out: str) -> Self:
+        """The error with more ways out, which commands without these settings do not tell."""
+        self.ways_out = {**self.ways_out, **ways_out}
+        return self
+
+    def told(self, settings: Container[str] | None = None) -> str:
+        """The message, with the ways out by some settings, or by all."""
+        kept = [text for name, text in self.ways_out.items() if settings is None or name in settings]
+        return super().__str__() + "".join(kept)
+
+    def __str__(self) -> str:
+        return self.told()
 
 
 class ConfigError(JaxllmError, ValueError):
@@ -94,8 +113,9 @@ class UserCodeError(JaxllmError, RuntimeError):
     request_id: str | None = None
     way_out = ""
 
-    def __str__(self) -> str:
-        return super().__str__() + self.way_out
+    def told(self, settings: Container[str] | None = None) -> str:
+        """The message."""
+        return super().told(settings) + self.way_out
 
     def about(self, request_id: str | None, asker: str | None = None) -> None:
         """Say who asked, and about which request, if that is known and was not said."""

@@ -354,7 +354,7 @@ class Ledger:
             self.finished(request_id)
         if isinstance(self.costs, OnlineCalibration | CheckedCalibration):
             with self.faults:
-                self.predictions = {**self.costs.report()}
+                self.predictions = {str(kind): one for kind, one in self.costs.report().items()}
             for kind, report in self.predictions.items():
                 if self._file is not None:
                     self._write("predictions", report, kind=kind)

@@ -73,7 +73,7 @@ def test_the_environment_names_the_cache(tmp_path, monkeypatch, no_network):
     with pytest.raises(
         ConfigError, match=r"'tiny' does not exist, and the Hugging Face cache in .*--download"
     ):
-        checkpoint_folder("tiny")
+        checkpoint_folder("tiny", download=False)
     with pytest.raises(ConfigError, match="of that id at revision 'v3'"):
         checkpoint_folder("tiny", revision="v3")
 

@@ -118,5 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (JaxllmError, OSError) as error:
-        print(f"jaxllm: error: {in_flags(' '.join(str(error).split()), flags_of(parser))}", file=sys.stderr)
+        flags = flags_of(parser)
+        message = error.told(flags) if isinstance(error, JaxllmError) else str(error)
+        print(f"jaxllm: error: {in_flags(' '.join(message.split()), flags)}", file=sys.stderr)
         return EXIT_ERROR

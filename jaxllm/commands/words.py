@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 _CALLED = "flags_by_other_names"
 _VALUE = r"(?P<value>True|False|None|'[^']*'|\"[^\"]*\"|[^\s,;:()'\"]+)"
@@ -22,20 +22,30 @@ def call_too(parser: argparse.ArgumentParser, **names: str) -> None:
     parser.set_defaults(**{_CALLED: names})
 
 
-def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+class Flags(dict[str, str]):
+    """Flags by the names of their settings; no help tells those of `unsaid`, which are only answered."""
+
+    unsaid: Set[str] = frozenset()
+
+
+def flags_of(parser: argparse.ArgumentParser) -> Flags:
     """The flag of each setting of a parser and its commands, by the setting's name."""
-    found: dict[str, str] = dict(parser.get_default(_CALLED) or {})
+    found = Flags(parser.get_default(_CALLED) or {})
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for one in action.choices.values():
-                found |= flags_of(one)
+                of_command = flags_of(one)
+                found.update(of_command)
+                found.unsaid |= of_command.unsaid
         for option in action.option_strings:
             if option == "--" + action.dest.replace("_", "-"):
                 found[action.dest] = option
+                if action.help == argparse.SUPPRESS:
+                    found.unsaid |= {action.dest}
     return found
 
 
-def in_flags(message: str, flags: Mapping[str, str]) -> str:
+def in_flags(message: str, flags: Flags) -> str:
     """A message whose settings, such as `max_num_seqs=0`, are flags with values: `--max-num-seqs 0`.
 
     Names of one word count only where a value follows, or the rule that the value breaks. What is in the
@@ -49,7 +59,8 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
         lambda found: _with_value(found, flags),
         message,
     )
-    several = "|".join(sorted((re.escape(name) for name in flags if "_" in name), key=len, reverse=True))
+    said = [re.escape(name) for name in flags if "_" in name and name not in flags.unsaid]
+    several = "|".join(sorted(said, key=len, reverse=True))
     if several:
         bare = rf"(?<![\w.\"'-])(?P<name>{several})(?![\w=(])"
         message = _changed(bare, lambda found: flags[found["name"]], message)

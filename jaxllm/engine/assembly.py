@@ -215,7 +215,7 @@ def _load(
     try:
         tokenizer = None
         if not config.skip_tokenizer_init:  # transformers is imported beside the compiling
-            tokenizer = tokenization.load_tokenizer(model.tokenizer_folder)
+            tokenizer = _tokenizer(model.tokenizer_folder)
         eos_token_ids = tokenization.eos_token_ids(model.folder, tokenizer, config.hf_overrides)
         if given is None:
             weights = processes.stored(config, model, sizes)
@@ -242,6 +242,15 @@ def _load(
     times = LoadTimes(loaded - started, time.perf_counter() - loaded)
     reload = None if given is not None else functools.partial(processes.stored, config, model, sizes)
     return _Loaded(executor, tokenizer, eos_token_ids, times, reload)
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """That of a folder; an engine can do without one."""
+    try:
+        return tokenization.load_tokenizer(folder)
+    except ConfigError as error:
+        error.or_else(skip_tokenizer_init=", or pass skip_tokenizer_init=True and give prompts as token ids")
+        raise
 
 
 def _join(

@@ -152,7 +152,7 @@ def load_conversations(
                 raise row
             spoken.append(_turns_of(row, column, tokenizer))
         except RequestError as error:
-            bad.add(where, str(error).rstrip("."))
+            bad.add(where, error)
         if len(spoken) == limit:
             break
     if not spoken:

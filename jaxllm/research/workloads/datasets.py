@@ -139,7 +139,7 @@ def load_dataset_file(
                 )
         except JaxllmError as error:
             del token_ids[len(prompt_lens) :]
-            bad.add(where, str(error).rstrip("."))
+            bad.add(where, error)
             continue
         prompt_lens.append(length)
         if tokenizer is None and text is not None:
@@ -169,9 +169,9 @@ def read_rows(file: Path, file_format: str | None, columns: Sequence[str]) -> It
         file_format = _SUFFIXES.get(file.suffix.lower())
         if file_format is None:
             raise ConfigError(
-                f"{str(file)!r}: the suffix {file.suffix!r} does not tell the format; pass file_format="
-                "'json', 'jsonl' or 'parquet'"
-            )
+                f"{str(file)!r}: the suffix {file.suffix!r} does not tell the format: call it .json, .jsonl "
+                "or .parquet"
+            ).or_else(file_format=", or pass file_format='json', 'jsonl' or 'parquet'")
     check_choice("file_format", file_format, ("json", "jsonl", "parquet"))
     if file_format == "parquet":
         return _read_parquet(file, columns)
@@ -184,10 +184,11 @@ def _read_json(file: Path) -> Iterator[tuple[str, _Row]]:
     except OSError as error:
         raise _unreadable(file, error) from error
     except (ValueError, RecursionError) as error:
-        hint = (
-            " If it has one object per line, pass file_format='jsonl'." if "Extra data" in str(error) else ""
-        )
-        raise ConfigError(f"{file}: no valid JSON ({error}).{hint}") from error
+        found = ConfigError(f"{file}: no valid JSON ({error}).")
+        if "Extra data" in str(error):
+            found = ConfigError(f"{found} If it has one object per line, call it .jsonl")
+            found.or_else(file_format=", or pass file_format='jsonl'")
+        raise found from error
     if not isinstance(rows, list):
         raise ConfigError(f"{file}: must be a JSON array of objects, not {type(rows).__name__}.")
     for number, row in enumerate(rows, 1):

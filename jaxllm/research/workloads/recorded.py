@@ -259,8 +259,8 @@ class _Reader:
         time = row.get("timestamp", 0.0)
         seconds = check_number("timestamp", time, -_MAX_CLOCK, _MAX_CLOCK) * _UNITS[self.unit]
         if abs(seconds) > _MAX_SECONDS:
-            raise RequestError(
-                f"timestamp={time} is of no date in {self.unit}: pass time_unit= (--time-unit), s or ms"
+            raise RequestError(f"timestamp={time} is of no date in {self.unit}").or_else(
+                time_unit=": pass time_unit= (--time-unit), s or ms"
             )
         return seconds
 
@@ -271,8 +271,8 @@ class _Reader:
         if len(names) != needed:
             raise RequestError(
                 f"has {len(names)} hash_ids, and input_length={length} is {needed} blocks of "
-                f"{self.hash_block_len} tokens: pass hash_block_len= (--hash-block-len)"
-            )
+                f"{self.hash_block_len} tokens"
+            ).or_else(hash_block_len=": pass hash_block_len= (--hash-block-len)")
         for name in names:
             if isinstance(name, bool) or not isinstance(name, int | str):
                 raise RequestError(f"hash_ids holds {shown(name, 60)}: names are integers or strings")
@@ -305,7 +305,7 @@ def _trace_of(
                 raise row
             one = reader.read(row)
         except JaxllmError as error:
-            bad.add(where, str(error).rstrip("."))
+            bad.add(where, error)
             continue
         if not (one["input"] and one["output"]):
             num_empty += 1
@@ -365,7 +365,9 @@ def _guidellm_rows(file: Path, content: Any, which: int | None) -> Iterator[tupl
     if not isinstance(benchmarks, list) or not benchmarks:
         raise ConfigError(f"{file}: must have a list of benchmarks")
     if which is None and len(benchmarks) > 1:
-        raise ConfigError(f"{file}: has {len(benchmarks)} benchmarks: pass benchmark= (--benchmark), from 0")
+        raise ConfigError(f"{file}: has {len(benchmarks)} benchmarks, and one is a trace").or_else(
+            benchmark=": pass benchmark= (--benchmark), from 0"
+        )
     which = check_integer("benchmark", which or 0, 0, len(benchmarks) - 1)
     requests = benchmarks[which].get("requests") if isinstance(benchmarks[which], Mapping) else None
     rows = requests.get("successful") if isinstance(requests, Mapping) else None

@@ -92,7 +92,7 @@ def load_trace_csv(
             if has_dates not in (None, is_date):
                 raise RequestError(f"column {columns[0]!r} mixes dates and seconds: {cells[0]!r}")
         except RequestError as error:
-            bad.add(where, str(error))
+            bad.add(where, error)
             continue
         if 0 in counts:
             num_zero += 1
