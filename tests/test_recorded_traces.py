@@ -212,7 +212,7 @@ def test_other_files_are_refused(tmp_path, text, message):
         load_trace(path)
     with pytest.raises(ConfigError, match="cannot read"):
         load_trace(tmp_path / "absent.json")
-    with pytest.raises(ConfigError, match="must be a string or a path, got 3"):
+    with pytest.raises(ConfigError, match="path=3 must be a path"):
         load_trace(3)
     with pytest.raises(ConfigError, match="form='nothing' is unknown"):
         load_trace(path, form="nothing")

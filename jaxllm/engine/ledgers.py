@@ -12,13 +12,14 @@ from typing import Any, TypeVar, cast
 
 import jaxllm
 from jaxllm.engine.speculation import SpeculativeConfig
-from jaxllm.errors import ConfigError, shown
+from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import COST_KINDS
 from jaxllm.predictors.online import KindReport
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord, VerificationRecord
 from jaxllm.sched.policies import PreemptionAction, ResumeAction
 from jaxllm.sched.policies.user import describe
+from jaxllm.system.options import checked_path
 
 _Record = TypeVar("_Record", HeaderRecord, PreemptionRecord, StepRecord, VerificationRecord, KindReport)
 
@@ -65,8 +66,7 @@ def read_ledger(path: str | Path) -> Ledger:
             to the next; the last line may be cut off, as a killed run leaves it: it is left out, and
             `Ledger.cut_line` its number.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"the path of a ledger must be a string or a path, got {shown(path)}")
+    path = checked_path("path", path)
     ledger = Ledger()
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -183,6 +183,7 @@ def open_ledger(
     Raises:
         ConfigError: the file is there already, or cannot be written.
     """
+    path = checked_path("path", path)
     try:
         file = open(path, "x", encoding="utf-8", buffering=1)  # noqa: SIM115, open as long as the ledger
     except FileExistsError:

@@ -22,6 +22,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostKind, step_kind
 from jaxllm.predictors.fit_report import ErrorStats, FitReport
 from jaxllm.predictors.regression import FEATURE_NAMES, REGRESSORS, FittedRegressor, Sample, fit
+from jaxllm.system.options import checked_path
 
 COUNTS = ("num_decodes", "decode_kv_tokens", "prefill_tokens", "num_prefills", "prefill_kv_tokens")
 """Columns of work, in the order of `CostModel.step_seconds`."""
@@ -56,7 +57,7 @@ def load_iterations(path: str | os.PathLike[str]) -> list[Sample]:
     Raises:
         ConfigError: the file cannot be read, a column is missing, or a row is malformed; it names the line.
     """
-    path = Path(path)
+    path = Path(checked_path("path", path))
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8", newline="") as file:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.system.json_text import read_object
+from jaxllm.system.options import checked_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,10 +36,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: the folder holds no tokenizer, a broken one, or one that needs its own code.
     """
-    folder = Path(path)
+    folder = Path(checked_path("tokenizer", path))
     if not folder.is_dir():
         raise ConfigError(
-            f"no tokenizer in {str(folder)[:200]!r}: it is not a folder. Give the folder that holds "
+            f"no tokenizer in {str(folder)!r}: it is not a folder. Give the folder that holds "
             "tokenizer.json and tokenizer_config.json"
         )
     with quiet_transformers():

@@ -22,6 +22,7 @@ from jaxllm.research.workloads.checks import (
     check_tokenizer,
 )
 from jaxllm.research.workloads.columns import as_lengths, as_texts, as_token_ids
+from jaxllm.system.options import checked_path
 from jaxllm.text.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def load_dataset_file(
         raise ConfigError("column must name the text that the tokenizer is to read, got None")
     max_prompt_len = check_integer("max_prompt_len", max_prompt_len, 1, MAX_LEN)
     limit = MAX_REQUESTS if limit is None else check_integer("limit", limit, 1, MAX_REQUESTS)
-    file = Path(path)
+    file = Path(checked_path("path", path))
     columns = [name for name in (column, length_column) if name is not None]
     rows, bad = read_rows(file, file_format, columns), BadRows(on_bad)
 

@@ -42,6 +42,7 @@ from jaxllm.research.workloads.datasets import read_rows
 from jaxllm.research.workloads.fitting import TooLong, fit_trace
 from jaxllm.research.workloads.trace import Trace
 from jaxllm.research.workloads.trace_csv import load_trace_csv
+from jaxllm.system.options import checked_path
 from jaxllm.text.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -96,9 +97,7 @@ def load_trace(
         RequestError: a bad row, with file and line; or no row is usable.
         RequestTooLargeError: a request has more than `max_len` tokens.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"the path of a trace must be a string or a path, got {shown(path)}")
-    file = Path(path)
+    file = Path(checked_path("path", path))
     if file.suffix.lower() == ".gz":
         raise ConfigError(f"{file} is packed by gzip, which is not read here: unpack it first (gunzip -k)")
     if tokenizer is not None:
