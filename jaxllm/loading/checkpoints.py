@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import ConfigError
+from jaxllm.system.json_text import parse
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 _OTHER_FILES = ("*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*.safetensors")
@@ -125,7 +125,7 @@ def _is_complete(folder: Path) -> bool:
     if "model.safetensors" in names:
         return True
     try:
-        index: Any = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        index: Any = parse((folder / "model.safetensors.index.json").read_bytes())
         return {*index["weight_map"].values()} <= {*names}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return False

@@ -321,6 +321,8 @@ def byte_count(text: str) -> int:
 def bound(text: str) -> tuple[str, float]:
     """A name and the most that it may be, with a colon between."""
     name, _, most = text.partition(":")
+    if not 0 < float(most) < math.inf:
+        raise ValueError(text)
     return name, float(most)
 
 
