@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Self
+
+_logger = logging.getLogger(__name__)
 
 
 def shown(value: object, most: int = 200) -> str:
@@ -34,7 +38,25 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 class JaxllmError(Exception):
-    """Base class of every error jaxllm raises on purpose."""
+    """Base class of every error jaxllm raises on purpose.
+
+    `ways_out` end its message, by the setting that each of them names.
+    """
+
+    ways_out: Mapping[str, str] = {}
+
+    def or_else(self, **ways_out: str) -> Self:
+        """The error with more ways out, which commands without these settings do not tell."""
+        self.ways_out = {**self.ways_out, **ways_out}
+        return self
+
+    def told(self, settings: Container[str] | None = None) -> str:
+        """The message, with the ways out by some settings, or by all."""
+        kept = [text for name, text in self.ways_out.items() if settings is None or name in settings]
+        return super().__str__() + "".join(kept)
+
+    def __str__(self) -> str:
+        return self.told()
 
 
 class ConfigError(JaxllmError, ValueError):
@@ -91,8 +113,9 @@ class UserCodeError(JaxllmError, RuntimeError):
     request_id: str | None = None
     way_out = ""
 
-    def __str__(self) -> str:
-        return super().__str__() + self.way_out
+    def told(self, settings: Container[str] | None = None) -> str:
+        """The message."""
+        return super().told(settings) + self.way_out
 
     def about(self, request_id: str | None, asker: str | None = None) -> None:
         """Say who asked, and about which request, if that is known and was not said."""
@@ -130,6 +153,32 @@ def blame(
     found.about(request_id)
     found.__cause__ = error
     return found
+
+
+class Faults:
+    """What user's code raised where raising at once would leave a change half made.
+
+    As a context it logs and keeps what is raised in it; whoever makes the change raises that once it is made.
+    """
+
+    def __init__(self) -> None:
+        self._first: Exception | None = None
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, error: object, place: object) -> bool:
+        """Keep a named error; any other one is a fault of this package, and goes on."""
+        if not isinstance(error, ConfigError | UserCodeError):
+            return False
+        _logger.error("%s", error)
+        self._first = self._first or error
+        return True
+
+    def take(self) -> Exception | None:
+        """The first error that was kept; all of them are forgotten."""
+        first, self._first = self._first, None
+        return first
 
 
 class TryAgainError(JaxllmError, RuntimeError):

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 from jaxllm.pallas_kernels.kv_layout import layout_of
 
@@ -104,7 +104,7 @@ def prefill_attention(
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     group = num_q_heads // num_kv_heads
-    tile = min(_PREFILL_ROWS, num_tokens)
+    tile = _PREFILL_ROWS if export.is_symbolic_dim(num_tokens) else min(_PREFILL_ROWS, num_tokens)
     step_blocks = min(_PREFILL_KV_BLOCKS, block_tables.shape[1])
     step_tokens = step_blocks * block_size
     query_lens = query_starts[1:] - query_starts[:-1]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, Protocol
 
 from jaxllm.errors import ConfigError, blame, path_of, shown
 from jaxllm.system.dtypes import ITEMSIZES, KV_DTYPES, dtype_of, kv_row_bytes
+from jaxllm.system.scalars import real
 
 
 class WeightFormat(NamedTuple):
@@ -106,9 +106,23 @@ class CostModel(Protocol):
         ...
 
 
-def asked(method: str, work: tuple[int, ...]) -> str:
+def asked(method: str, work: tuple[object, ...]) -> str:
     """How messages write that a method was asked."""
     return f"{method}({', '.join(map(str, work))})"
+
+
+def seconds_of(question: str, answer: object, way_out: str = "") -> float:
+    """An answer as seconds, whatever kind of number it is.
+
+    Raises:
+        ConfigError: it is no finite number of at least 0; the message names the question.
+    """
+    seconds = real(answer)
+    if seconds is None or not 0.0 <= seconds < math.inf:
+        raise ConfigError(
+            f"{question} is {shown(answer)}: it must be seconds, a finite number of at least 0{way_out}"
+        )
+    return seconds
 
 
 class CheckedCosts:
@@ -164,14 +178,7 @@ class CheckedCosts:
             seconds = method(*work)
         except Exception as error:
             raise blame(self.model, asked(name, work), error, way_out=_WAY_OUT)  # noqa: B904, which chains
-        if type(seconds) is float and 0.0 <= seconds < math.inf:
-            return seconds
-        if not isinstance(seconds, numbers.Real) or not 0.0 <= seconds < math.inf:
-            raise ConfigError(
-                f"{path_of(self.model)}.{asked(name, work)} is {shown(seconds)}: it must be seconds, a "
-                f"finite number of at least 0{_WAY_OUT}"
-            )
-        return float(seconds)
+        return seconds_of(f"{path_of(self.model)}.{asked(name, work)}", seconds, _WAY_OUT)
 
 
 _WAY_OUT = "; mend it to answer any work with seconds, or give other costs"

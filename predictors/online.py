@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 
-from jaxllm.errors import ConfigError, is_outside
-from jaxllm.predictors.base import COST_KINDS, CheckedCosts, CostKind, CostModel, check_number
+from jaxllm.errors import ConfigError, blame, is_outside
+from jaxllm.predictors.base import COST_KINDS, CheckedCosts, CostKind, CostModel, asked, check_number
 
 _FADING = 0.25  # of the rate
 
@@ -74,12 +75,21 @@ class OnlineCalibration:
         check_number("outlier_limit", outlier_limit, 1e-6, 10.0)
         check_number("max_factor", max_factor, 1.0, 1000.0)
         self.model = model
-        self._asked = CheckedCosts(model) if is_outside(model) else model
         self._rate = rate
         self._outlier_limit = outlier_limit
         self._max_log_factor = math.log(max_factor)
         self._states: dict[CostKind, _State] = {kind: _State() for kind in COST_KINDS}
         self._prefill, self._decode, self._mixed, self._swap_out, self._swap_in = self._states.values()
+
+    @property
+    def model(self) -> CostModel:
+        """What is corrected; another one may take its place, and the factors stay."""
+        return self._model
+
+    @model.setter
+    def model(self, model: CostModel) -> None:
+        self._model = model
+        self._asked = CheckedCosts(model) if is_outside(model) else model
 
     def step_seconds(
         self,
@@ -189,6 +199,49 @@ class OnlineCalibration:
         if kind not in self._states:
             raise ConfigError(f"unknown kind of cost {kind!r}; use one of {', '.join(COST_KINDS)}")
         return self._states[kind]
+
+
+class CheckedCalibration(CheckedCosts):
+    """A calibration from outside the package, which is named wherever it raises.
+
+    Args:
+        model: is asked.
+
+    Raises:
+        ConfigError, UserCodeError: by its methods, as those of `CheckedCosts` do.
+    """
+
+    model: OnlineCalibration
+
+    def observe_bounds(self, kind: CostKind, predicted: float, shortest: float, longest: float) -> None:
+        """The calibration's."""
+        self._ask("observe_bounds", kind, predicted, shortest, longest)
+
+    def report(self) -> dict[CostKind, KindReport]:
+        """The calibration's."""
+        found: dict[CostKind, KindReport] = self._ask("report")
+        return found
+
+    def _ask(self, name: str, *work: object) -> typing.Any:
+        try:
+            return getattr(self.model, name)(*work)
+        except Exception as error:
+            raise blame(self.model, asked(name, work), error)  # noqa: B904, which chains
+
+
+@typing.overload
+def named(costs: OnlineCalibration) -> OnlineCalibration | CheckedCalibration: ...
+
+
+@typing.overload
+def named(costs: CostModel) -> CostModel: ...
+
+
+def named(costs: CostModel) -> CostModel:
+    """A predictor as an engine asks it: one from outside the package is named where it raises."""
+    if not is_outside(costs):
+        return costs
+    return CheckedCalibration(costs) if isinstance(costs, OnlineCalibration) else CheckedCosts(costs)
 
 
 def _distance(seconds: float, shortest: float, longest: float) -> float:

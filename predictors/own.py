@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import math
-import numbers
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxllm.errors import ConfigError, path_of, shown
-from jaxllm.predictors.base import CheckedCosts, CostModel, asked
+from jaxllm.predictors.base import CheckedCosts, CostModel, asked, seconds_of
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.store import Profile
 from jaxllm.system.import_path import imported
@@ -116,14 +114,7 @@ def _probe(
         seconds = method(*work)
     except Exception as error:
         raise ConfigError(f"{asked(name, work)} raised {type(error).__name__}: {error}") from error
-    if (
-        isinstance(seconds, bool)
-        or not isinstance(seconds, numbers.Real)
-        or not 0.0 <= float(seconds) < math.inf
-    ):
-        raise ConfigError(
-            f"{asked(name, work)} is {shown(seconds)}: it must be seconds, a finite number of at least 0"
-        )
+    seconds_of(asked(name, work), seconds)
 
 
 def type_name(costs: object) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, shown
 from jaxllm.predictors.base import CostKind, ModelShape, check_integer, check_number, step_kind
 from jaxllm.predictors.features import _MODEL_FEATURES, FEATURE_NAMES, Array, FeatureSpace
 from jaxllm.predictors.fit_report import Candidate, ErrorStats, FitReport
@@ -43,6 +43,8 @@ REGRESSORS = (
 
 _LINEAR = frozenset(REGRESSORS[:4])  # these fit seconds, the others logarithms
 _MIN_DISTINCT = 10
+_LARGEST = 10**15  # of a feature
+_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class Sample:
     """One measurement: `features` in the order of `FEATURE_NAMES[kind]`, and its seconds.
 
     Raises:
-        ConfigError: the number of features is wrong, one is negative or not finite, or seconds are not
-            positive and finite.
+        ConfigError: the number of features is wrong, one is negative or beyond what is counted, or seconds
+            are not those of any step or copy.
     """
 
     kind: CostKind
@@ -62,11 +64,14 @@ class Sample:
         names = FEATURE_NAMES[self.kind]
         if len(self.features) != len(names):
             raise ConfigError(f"a {self.kind} sample has features {names}, got {self.features}")
-        if not all(0 <= value < math.inf for value in self.features):
-            raise ConfigError(f"a {self.kind} sample's features must be finite and >= 0, got {self.features}")
-        if not 0 < self.seconds < math.inf:
+        if not all(0 <= value <= _LARGEST for value in self.features):
             raise ConfigError(
-                f"a {self.kind} sample took {self.seconds} seconds; it must be above 0 and finite"
+                f"a {self.kind} sample's features must lie in [0, {_LARGEST:g}], got {shown(self.features)}"
+            )
+        if not _LEAST_SECONDS <= self.seconds <= _MOST_SECONDS:
+            raise ConfigError(
+                f"a {self.kind} sample took {self.seconds} seconds; it must be from {_LEAST_SECONDS:g} to "
+                f"{_MOST_SECONDS:g}: are they in another unit?"
             )
 
     @property

@@ -12,6 +12,7 @@ from jaxllm.errors import ConfigError, shown
 from jaxllm.predictors.base import COST_KINDS, CostKind, ModelShape
 from jaxllm.predictors.features import FEATURE_NAMES
 from jaxllm.predictors.regression import Sample
+from jaxllm.system.options import checked_path
 
 _FORMAT = "jaxllm-samples"
 _NO_FEATURES = ("dtype", "kv_dtype", "weights", "head")
@@ -34,6 +35,7 @@ def save_samples(
         rows = ",\n".join(json.dumps([*one.features, one.seconds]) for one in of_kind)
         kinds.append(f"{json.dumps(kind)}: [\n{rows}]")
     text = json.dumps(head, indent=1)[:-2] + ',\n"samples": {\n' + ",\n".join(kinds) + "}}\n"
+    path = checked_path("path", path)
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -80,6 +82,7 @@ def check_formats(path: str | os.PathLike[str], model: ModelShape) -> None:
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    path = checked_path("path", path)
     try:
         content: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:

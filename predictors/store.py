@@ -25,6 +25,7 @@ import numpy as np
 from jaxllm.errors import ConfigError, ProfileError
 from jaxllm.predictors.base import ModelShape, check_integer
 from jaxllm.predictors.table import TableCostModel
+from jaxllm.system.options import checked_path
 
 FORMAT = "jaxllm-profile"
 FORMAT_VERSION = 4  # from 3 on rows of steps include padding, from 4 on a share of it
@@ -114,7 +115,7 @@ class Profile:
         Raises:
             ProfileError: a file is missing or damaged; the message names file, field and what was expected.
         """
-        path = Path(path)
+        path = Path(checked_path("path", path))
         document = _parse(path, _read(path))
         expected = {
             "format": str,

@@ -12,9 +12,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, Faults
 from jaxllm.predictors.base import CostModel
-from jaxllm.predictors.online import KindReport, OnlineCalibration
+from jaxllm.predictors.online import CheckedCalibration, KindReport, OnlineCalibration
 from jaxllm.sched.policies import Decision, ResumeDecision
 from jaxllm.sched.policies.actions import serial_costs
 from jaxllm.types import Request
@@ -179,6 +179,7 @@ class Ledger:
     predicted when it is closed. Each line has a `record` field, "header", "preemption", "step",
     "verification" or "predictions". docs/ledger.md has all fields and units.
 
+    `faults` keeps what the predictor raised, and the record lacks what it was asked for.
     `cut_line` is the number of a last line that was cut off, of a ledger that was read from a file.
 
     Args:
@@ -204,7 +205,7 @@ class Ledger:
         self.cut_line: int | None = None
         self._file, self._on_record = file, on_record
         self._is_broken = False
-        self.costs = costs
+        self.costs, self.faults = costs, Faults()
         self._open: dict[str, PreemptionRecord] = {}
         self._replaced: dict[str, tuple[int, PreemptionRecord]] = {}  # and in which step
 
@@ -274,9 +275,11 @@ class Ledger:
             self._keep(earlier)
         swap, recompute = decision.swap_seconds, decision.recompute_seconds
         if self.costs is not None and swap is None and recompute is None:
-            _, swap, recompute = serial_costs(
-                self.costs, victim.num_computed_tokens + 1, len(victim.block_ids), len(victim.block_ids)
-            )
+            num_blocks = len(victim.block_ids)
+            with self.faults:
+                _, swap, recompute = serial_costs(
+                    self.costs, victim.num_computed_tokens + 1, num_blocks, num_blocks
+                )
         self._open[victim.request_id] = record = PreemptionRecord(
             step_id,
             now,
@@ -349,9 +352,10 @@ class Ledger:
         """Write what is still open, and how well costs were predicted; the file stays the caller's."""
         for request_id in [*self._replaced, *self._open]:
             self.finished(request_id)
-        if isinstance(self.costs, OnlineCalibration):
-            for kind, report in self.costs.report().items():
-                self.predictions[kind] = report
+        if isinstance(self.costs, OnlineCalibration | CheckedCalibration):
+            with self.faults:
+                self.predictions = {str(kind): one for kind, one in self.costs.report().items()}
+            for kind, report in self.predictions.items():
                 if self._file is not None:
                     self._write("predictions", report, kind=kind)
 

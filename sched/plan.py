@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +24,7 @@ from jaxllm.sched.policies import (
 )
 from jaxllm.sched.policies.actions import num_copied
 from jaxllm.sched.state import SchedulerState
+from jaxllm.system.scalars import real
 from jaxllm.types import MULTI_STEP_SEQS, Request
 
 
@@ -204,5 +204,5 @@ def check_seconds(policy: object, *predicted: float | None) -> None:
     for seconds in predicted:
         if seconds is None or (type(seconds) is float and 0.0 <= seconds < math.inf):
             continue
-        if not isinstance(seconds, numbers.Real) or not 0.0 <= seconds < math.inf:
+        if (known := real(seconds)) is None or not 0.0 <= known < math.inf:
             raise ConfigError(f"{policy} predicted {seconds!r} s; predict seconds of at least 0, or None")

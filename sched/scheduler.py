@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection
 from typing import NamedTuple
 
-from jaxllm.errors import ConfigError, RequestError, UserCodeError
+from jaxllm.errors import ConfigError, Faults, RequestError, UserCodeError, shown
 from jaxllm.sched.applying import Iteration
 from jaxllm.sched.cache.names import FileIndex
 from jaxllm.sched.config import SchedulerConfig
@@ -22,6 +22,7 @@ from jaxllm.sched.policies.priority import ProgramPriority
 from jaxllm.sched.reading import ReadAhead
 from jaxllm.sched.speculation import Speculation, Verified
 from jaxllm.sched.state import SchedulerState
+from jaxllm.system.scalars import real
 from jaxllm.types import (
     NO_COPIES,
     CopyProgress,
@@ -117,6 +118,7 @@ class Scheduler:
             self._learners.append(speculation)
         self._length = watched(policy.length)
         self.ledger = ledger
+        self.faults = Faults() if ledger is None else ledger.faults
         self.num_scheduled = 0
         self.is_planning = False
         self.clear()
@@ -203,6 +205,8 @@ class Scheduler:
             RequestTooLargeError: it could not end within `max_model_len` or the block pool, even alone.
             RequestError: its id is that of a live request, or it is empty, has nothing to generate, or
                 was added before.
+            ConfigError: a policy's or predictor's answer is not one of those it may give.
+            UserCodeError: one from outside the package raised. In any case nothing has changed.
         """
         state = self._state
         request_id = request.request_id
@@ -212,11 +216,23 @@ class Scheduler:
             raise RequestError(f"request {request_id!r} was scheduled before; make a new Request")
         self.config.check_fits(request)
         if self._length is not None:
-            request.predicted_tokens = self._length.predict(request)
+            request.predicted_tokens = self._predicted_tokens(request)
         if self._holding is not None:
             self._holding.recognise(request)
         state.queue(request)
         state.live[request_id] = request
+
+    def _predicted_tokens(self, request: Request) -> float | None:
+        """What the length predictor says of a new request."""
+        assert self._length is not None
+        answer = self._length.predict(request)
+        tokens = real(answer)
+        if answer is None or (tokens is not None and tokens > 0):
+            return tokens
+        raise ConfigError(
+            f"{self._length!r} predicts {shown(answer)} tokens for request {request.request_id!r}: it must "
+            "be a number above 0, or None before anything is known"
+        )
 
     @property
     def lets_sit_out(self) -> bool:
@@ -248,8 +264,8 @@ class Scheduler:
 
         Raises:
             ConfigError: a policy's answer is not one of those it may give.
-            UserCodeError: a policy or predictor from outside the package raised. In both cases, if
-                `is_planning`, nothing has changed.
+            UserCodeError: a policy or predictor from outside the package raised, now, or where a request
+                ended or the ledger was told (`faults`). In both cases, if `is_planning`, nothing has changed.
 
         With drafts in it (`num_drafts`) it has to be read, and those who verified them accepted (`accept`),
         before the next call.
@@ -264,6 +280,8 @@ class Scheduler:
             self._holding.settle(now)
         self.is_planning = True
         try:
+            if (fault := self.faults.take()) is not None:
+                raise fault
             if self._read_ahead is not None:
                 self._read_ahead.add_reads(self._reads, now)
             while (plan := self._plan(now)) is None:
@@ -390,20 +408,26 @@ class Scheduler:
         state.under_way.pop(request.request_id, None)
         state.progress.num_ended += 1
         state.num_read.pop(request.request_id, None)
-        if reason in ("stop", "length") and self._length is not None:
-            self._length.observe(request, len(request.output_token_ids))
-        for learner in self._learners:
-            is_cut = (
-                request.sampling_params.max_tokens is not None if reason == "length" else reason != "stop"
-            )
-            learner.ended(request, is_whole=not is_cut)
-        if self._holding is not None and reason in ("stop", "length"):
-            self._holding.keep(request, state.host.now)
+        self._tell_of_end(request, reason)
         if self.ledger is not None:
             self.ledger.finished(request.request_id)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
+
+    def _tell_of_end(self, request: Request, reason: FinishReason) -> None:
+        """Let policies and predictors learn of a request; what they raise is kept in `faults`."""
+        has_ended = reason in ("stop", "length")
+        if has_ended and self._length is not None:
+            with self.faults:
+                self._length.observe(request, len(request.output_token_ids))
+        is_cut = request.sampling_params.max_tokens is not None if reason == "length" else reason != "stop"
+        for learner in self._learners:
+            with self.faults:
+                learner.ended(request, is_whole=not is_cut)
+        if has_ended and self._holding is not None:
+            with self.faults:
+                self._holding.keep(request, self._state.host.now)
 
     def reprioritize(self, request: Request, priority: int) -> None:
         """Give a live request another `priority` (`PriorityClasses`)."""

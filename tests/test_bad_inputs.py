@@ -95,7 +95,7 @@ def test_files_of_a_command_are_different_ones(tmp_path, monkeypatch, capsys, op
     [
         ({"model": 5}, "model=5 must be a path"),
         ({"model": ""}, "model='' must be a path"),
-        ({"model": "a\0b"}, "must be a path"),
+        ({"model": "a\0b"}, "holds characters that no path has"),
         ({"model": b"a"}, "must be a path"),
         ({"model": "x" * 5000}, "model is a path of 5000 characters"),
         ({"model": "x/" * 2500}, "model is a path of 5000 characters"),

@@ -73,7 +73,7 @@ def test_the_environment_names_the_cache(tmp_path, monkeypatch, no_network):
     with pytest.raises(
         ConfigError, match=r"'tiny' does not exist, and the Hugging Face cache in .*--download"
     ):
-        checkpoint_folder("tiny")
+        checkpoint_folder("tiny", download=False)
     with pytest.raises(ConfigError, match="of that id at revision 'v3'"):
         checkpoint_folder("tiny", revision="v3")
 
@@ -117,7 +117,7 @@ def test_shards_are_all_needed(tmp_path, no_network):
 def test_what_can_be_no_id_is_no_download(name):
     with pytest.raises(ConfigError, match="does not exist, nor is it an id"):
         checkpoint_folder(name, download=True)
-    with pytest.raises(ConfigError, match=r"does not exist|must be a path|is a path of 5000 characters"):
+    with pytest.raises(ConfigError, match=r"does not exist|must be a path|no path has|path of 5000"):
         make_llm(name)
 
 

@@ -121,6 +121,26 @@ def test_invalid_workloads(prompts, max_tokens):
         Workload("w", prompts, max_tokens)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "max_tokens"),
+    [(5, [1]), (None, None), ("ab", [1, 1]), ([[1]], 5), ([[1.5]], [1]), ([[True]], [1]), ([[1]], [10**30])],
+)
+def test_files_of_prompts_that_are_none_are_refused(tmp_path, prompts, max_tokens):
+    file = tmp_path / "odd.json"
+    file.write_text(json.dumps({"prompts": prompts, "max_tokens": max_tokens}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"workload 'odd': (prompts are lists|.* is no token id)"):
+        get_workload(str(file), num_requests=1, vocab_size=50, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [(["--timeout", "nan"], "--timeout nan must be"), (["--num-requests", str(10**9)], "must be at most")],
+)
+def test_options_that_never_end_are_refused(tmp_path, capsys, option, message):
+    assert main(["compare", str(tmp_path), "short", "--out", str(tmp_path / "o.json"), *option]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_registry():
     assert list(BACKENDS) == [
         *("jaxllm", "jaxllm-other", "jaxllm-int8"),

@@ -153,7 +153,12 @@ def test_only_the_first_reasons_are_kept(tmp_path):
         ("d.json", "[", ConfigError, r"no valid JSON \(Expecting value: .*\)\.$"),
         ("d.json", "[]", RequestError, "there is no usable row. Give at least one"),
         ("d.jsonl", "", RequestError, "there is no usable row"),
-        ("d.txt", "", ConfigError, "the suffix '.txt' does not tell the format; pass file_format="),
+        (
+            "d.txt",
+            "",
+            ConfigError,
+            "the suffix '.txt' does not tell the format: .* or pass file_format=",
+        ),
     ],
 )
 def test_unusable_files(tmp_path, name, content, error, message):

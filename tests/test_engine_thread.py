@@ -5,6 +5,7 @@ import gc
 import json
 import threading
 import time
+from fractions import Fraction
 
 import pytest
 from engine_helpers import make_llm
@@ -14,7 +15,7 @@ from jaxllm import SamplingParams
 from jaxllm.engine import thread as engine_thread
 from jaxllm.engine.output_builder import OutputBuilder
 from jaxllm.engine.output_processor import RequestState
-from jaxllm.errors import EngineError, RequestError, UserCodeError
+from jaxllm.errors import ConfigError, EngineError, RequestError, UserCodeError
 from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.executor.pending import PendingStep
@@ -363,15 +364,42 @@ def test_a_policy_that_raises_where_nothing_is_planned_fails_the_engine(prompts)
         llm.executor.execute(None)
 
 
-def test_a_length_predictor_that_raises_ends_all_with_its_error(prompts):
+def test_a_length_predictor_that_raises_ends_the_calls_but_not_the_engine(prompts):
     class Forgetful(TrueLength):
-        def observe(self, request, num_tokens):
-            raise KeyError("forgotten")
+        broken, num_asked = "", 0
 
-    policy = SchedulerPolicy(length=Forgetful())
+        def observe(self, request, num_tokens):
+            if self.broken == "observe":
+                raise KeyError("forgotten")
+
+        def predict(self, request):
+            self.num_asked += 1
+            if self.broken == "predict" and not self.num_asked % 2:  # the second of two samples
+                raise KeyError("unknown")
+            return -1 if self.broken == "answer" else Fraction(7, 2)
+
+    predictor = Forgetful()
+    policy = SchedulerPolicy(length=predictor)
     llm = make_llm(golden_checkpoint(NAME), scheduler_policy=policy)
+    predictor.broken = "observe"
     results = in_threads(2, lambda i: llm.generate(prompts[:2], GREEDY, use_tqdm=False))
-    assert all(isinstance(error, EngineError) and "forgotten" in str(error) for error in results)
+    assert all(isinstance(error, UserCodeError) and "Forgetful.observe" in str(error) for error in results)
+    predictor.broken, predictor.num_asked = "predict", 0
+    with pytest.raises(
+        UserCodeError, match=r"Forgetful.predict raised KeyError: 'unknown' .*, about request"
+    ):
+        llm.generate(prompts[:1], SamplingParams(max_tokens=4, n=2, seed=1), use_tqdm=False)
+    with pytest.raises(UserCodeError, match=r"Forgetful.predict raised KeyError: 'unknown'"):
+        llm.engine.add_request("one", prompts[0], SamplingParams(max_tokens=4, n=2, seed=1))
+    assert not llm.engine.has_unfinished_requests
+    predictor.broken = "answer"
+    with pytest.raises(ConfigError, match=r"predicts -1 tokens for request .*: it must be a number above 0"):
+        llm.generate(prompts[:1], GREEDY, use_tqdm=False)
+    predictor.broken = ""
+    assert_idle(llm)
+    assert (
+        llm.generate(prompts[:1], GREEDY, use_tqdm=False)[0].token_ids == golden_data(NAME)["greedy"][0][:12]
+    )
 
 
 def test_a_lost_token_is_an_error(llm, prompts):

@@ -324,3 +324,8 @@ def test_an_engines_ledger_says_what_wrote_it(tmp_path):
     assert header.settings["costs"] == f"{Costs.__module__}:Costs"
     assert header.settings["ledger"] == str(path)
     assert header.limits["num_gpu_blocks"] == blocks
+
+
+def test_no_more_columns_than_anybody_sees(ledger_file, capsys):
+    assert main(["explain", str(ledger_file), "--width", "1000000000"]) == 2
+    assert "--width 1000000000 is more columns than anybody sees: at most 10000" in capsys.readouterr().err

@@ -208,6 +208,43 @@ def test_generation_is_exported_where_it_has_no_kernels(model, tokens):
     assert again.tolist() == F.generate(params, config, tokens, lengths, 5, key).tokens.tolist()
 
 
+@pytest.mark.parametrize(
+    ("implementation", "sizes"), [("xla", "b, 12"), ("reference", "b, 12"), ("reference", "b, l")]
+)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01}])
+def test_generation_is_exported_for_any_batch(model, tokens, implementation, sizes, options):
+    config, params = model
+    rows, length = export.symbolic_shape(sizes, constraints=["l <= 100"] if "l" in sizes else [])
+    key = jax.random.key_data(jax.random.key(0))
+
+    def answer(params, tokens, lengths, key):
+        options_here = {"implementation": implementation, **options}
+        return F.generate(params, config, tokens, lengths, 5, key, **options_here).tokens
+
+    structs = jax.ShapeDtypeStruct((rows, length), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    program = export.export(jax.jit(answer))(params, *structs, key)
+    again = export.deserialize(program.serialize())
+    for some in (tokens[:, :12], tokens[:3, :12]):
+        arguments = jnp.asarray(some, jnp.int32), jnp.full(len(some), 9, jnp.int32), key
+        assert again.call(params, *arguments).tolist() == answer(params, *arguments).tolist()
+
+
+@pytest.mark.parametrize(("implementation", "sizes"), [("native", "b, 12"), (None, "b, 12"), ("xla", "b, l")])
+def test_what_is_exported_for_no_batch_or_length_is_named(model, implementation, sizes):
+    config, params = model
+    rows, length = export.symbolic_shape(sizes, constraints=["l <= 100"] if "l" in sizes else [])
+
+    def answer(params, tokens, lengths):
+        key = jax.random.key(0)
+        return F.generate(params, config, tokens, lengths, 5, key, implementation=implementation)
+
+    structs = jax.ShapeDtypeStruct((rows, length), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    with pytest.raises(
+        ConfigError, match=r"needs to know sizes, and .* is symbolic: pass implementation='ref"
+    ):
+        export.export(jax.jit(answer))(params, *structs)
+
+
 def test_what_native_kernels_cannot_do_is_named_and_caches_are_exported(model, tokens):
     config, params = model
     lengths, cache = np.full(4, 12, np.int32), F.init_cache(config, 4, 32)

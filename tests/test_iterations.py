@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
-from jaxllm.research.iterations import fit_iterations, load_iterations, num_too_few
+from jaxllm.research.iterations import COUNTS, fit_iterations, load_iterations, num_too_few
 
 COLUMNS = "prefill_tokens,num_prefills,prefill_kv_tokens,num_decodes,decode_kv_tokens,latency_ms"
 HEADER = f"tensor_parallel,phase,{COLUMNS}"
@@ -115,3 +115,30 @@ def test_work_measured_again_and_again_is_no_more_work(tmp_path):
     assert num_too_few(samples) == {"prefill": 2}
     found = fit_iterations(samples, names=["linear"], degrees=[1])
     assert {one.report.kind for one in found} == {"decode", "mixed"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("9" * 400 + ",0,0,0,0,5", "features must lie in"),
+        ("1,1,0,0,0,1e300", "must be from 1e-09 to 1e.06: are they in another unit"),
+        ("1,1,0,0,0,1e-320", "must be from 1e-09 to 1e.06: are they in another unit"),
+        ("1,2", "line 2: fewer values than columns"),
+    ],
+)
+def test_numbers_of_no_iteration_are_refused(tmp_path, row, message):
+    file = tmp_path / "rows.csv"
+    file.write_text(",".join([*COUNTS, "latency_ms"]) + "\n" + row + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        load_iterations(file)
+
+
+def test_files_of_spreadsheets_are_read_and_broken_gzip_is_refused(tmp_path):
+    text = ",".join([*COUNTS, "latency_ms"]) + "\n" + "1,1,0,0,0,5\n" * 50
+    (tmp_path / "rows.csv").write_text(text, encoding="utf-8-sig")
+    assert len(load_iterations(tmp_path / "rows.csv")) == 50
+    packed = gzip.compress(text.encode())
+    for broken in (packed[:-12], packed[:20] + bytes(20) + packed[40:]):
+        (tmp_path / "rows.csv.gz").write_bytes(broken)
+        with pytest.raises(ConfigError, match="cannot read the iterations"):
+            load_iterations(tmp_path / "rows.csv.gz")

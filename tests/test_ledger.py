@@ -373,8 +373,25 @@ UNITS = {"-", "s", "tokens", "blocks", "requests", "comparisons", "share of the 
 
 @pytest.mark.parametrize("path", ["absent.jsonl", "", 3, None])
 def test_a_ledger_that_cannot_be_read_is_refused(tmp_path, path):
-    with pytest.raises(ConfigError, match=r"cannot read .*: |must be a string or a path, got"):
+    with pytest.raises(ConfigError, match=r"cannot read .*: |must be a path"):
         read_ledger(tmp_path / path if isinstance(path, str) else path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_waiting": 10**400}, {"num_running": -1}, {"time": -1e308}],
+)
+def test_numbers_that_no_run_writes_are_refused(tmp_path, change):
+    with (tmp_path / "ledger.jsonl").open("w") as file:
+        run(Ledger(file))
+    lines = (tmp_path / "ledger.jsonl").read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if json.loads(line)["record"] == "step")
+    lines[place] = json.dumps(json.loads(lines[place]) | change)
+    (tmp_path / "ledger.jsonl").write_text("\n".join(lines))
+    with pytest.raises(
+        ConfigError, match=rf"{next(iter(change))}=.* is not (int|float), or not from 0 to 1e.15"
+    ):
+        read_ledger(tmp_path / "ledger.jsonl")
 
 
 def test_the_page_has_every_field_with_its_type_and_unit():

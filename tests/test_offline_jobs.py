@@ -247,6 +247,18 @@ def test_a_quiet_job_says_nothing(run, capsys):
         ("the dtype of the model", "the dtype of the model"),
         ("'max_num_seqs=5' is text", "'max_num_seqs=5' is text"),
         ("sampling_params.max_tokens", "sampling_params.max_tokens"),
+        ("x=Array(0.001, dtype=float32)", "x=Array(0.001, dtype=float32)"),
+        (
+            "seed=Array([[1], [2]], dtype=f(seed=1)) must",
+            "--seed Array([[1], [2]], dtype=f(seed=1)) must",
+        ),
+        ("raised X(max_num_seqs, seed=1...", "raised X(max_num_seqs, seed=1..."),
+        ("said 'a seed=1 and max_num_seqs', so seed=2", "said 'a seed=1 and max_num_seqs', so --seed 2"),
+        ('said "a seed=1", so (seed=2)', 'said "a seed=1", so (--seed 2)'),
+        ("<Model dtype=int8 max_num_seqs> has seed=2", "<Model dtype=int8 max_num_seqs> has --seed 2"),
+        ("fields: rope_theta, rope_scaling", "fields: rope_theta, rope_scaling"),
+        ("rope_theta=3 is not supported", "--rope-theta 3 is not supported"),
+        ("the model's seed=1 isn't max_num_seqs", "the model's --seed 1 isn't --max-num-seqs"),
     ],
 )
 def test_errors_name_flags(message, said):
@@ -276,6 +288,45 @@ def test_the_command_answers_in_its_own_words(options, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert "_" not in re.sub(r"'[^']*'|\(.*?\)", "", error)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["simulate", "--trace", "{conversation}", "--tokenizer", "nope", "--gpu-blocks", "64"],
+        ["simulate", "--model", "no/such", "--gpu-blocks", "64"],
+        ["simulate", "--model", "{odd}", "--gpu-blocks", "64"],
+        ["plan", "no/such", "--no-compile"],
+        ["plan", "{odd}", "--no-compile"],
+        ["convert", "no/such", "{folder}/out"],
+        ["convert", "{odd}", "{folder}/out"],
+        ["eval-quantised", "no/such", "no/such", "--text", "{conversation}"],
+        ["bench", "throughput", "--trace", "{blocks}", "--output", "{folder}/out"],
+        ["bench", "throughput", "--trace", "{benchmarks}", "--output", "{folder}/out"],
+        ["generate", "x", "-q", "--tokenizer", "{odd}"],
+    ],
+)
+def test_no_command_tells_of_options_that_it_has_not(command, tmp_path, capsys):
+    """Nor of Python's: what is in quotes is the user's, and what the trace says of itself is in the line."""
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    config = json.loads((golden_checkpoint("llama_gqa") / "config.json").read_text(encoding="utf-8"))
+    (odd / "config.json").write_text(json.dumps({**config, "strange": 3}), encoding="utf-8")
+    files = {
+        "conversation": {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},
+        "blocks": {"timestamp": 1, "input_length": 50, "output_length": 5, "hash_ids": [1, 2]},
+        "benchmarks": {"benchmarks": [{}, {}]},
+    }
+    for name, row in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (tmp_path / "benchmarks.jsonl").rename(tmp_path / "benchmarks.json")
+    paths = {name: tmp_path / f"{name}.jsonl" for name in files} | {"odd": odd, "folder": tmp_path}
+    paths["benchmarks"] = tmp_path / "benchmarks.json"
+    assert main([part.format_map(paths) for part in command]) == 2
+    error = capsys.readouterr().err.replace("input_length=50", "").replace("strange=3", "")
+    known = flags_of(build_parser(command[0])).values()
+    assert {*re.findall(r"(?<!`)--[a-z-]+", error)} <= {*known, "--on-bad"}
+    assert not re.search(r"_[a-z]+=", error)
 
 
 def test_values_of_vllm_that_change_nothing_are_taken(run, capsys):

@@ -2,7 +2,10 @@
 
 import math
 import re
+from decimal import Decimal
+from fractions import Fraction
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from docs_helpers import DOCS, Page
@@ -16,7 +19,7 @@ from jaxllm.engine.ledgers import read_ledger
 from jaxllm.errors import ConfigError, UserCodeError
 from jaxllm.predictors.base import CheckedCosts
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.predictors.own import own_costs
+from jaxllm.predictors.own import check_costs, own_costs
 from jaxllm.research.simulator.executor import SimulatedExecutor
 
 
@@ -213,6 +216,106 @@ def test_what_a_calibration_corrects_is_named_where_it_raises():
         own.swap_out_seconds(2)
     with pytest.raises(ConfigError, match=r"test_own_costs:.*Breaks.* is -1: it must be seconds.*; mend it"):
         own.swap_in_seconds(2)
+
+
+class Own(OnlineCalibration):
+    """Breaks in the methods that it is told to."""
+
+    broken = ()
+
+    def step_seconds(self, *work):
+        return self._answer("step_seconds", work)
+
+    def swap_out_seconds(self, *work):
+        return self._answer("swap_out_seconds", work)
+
+    def observe_bounds(self, *work):
+        return self._answer("observe_bounds", work)
+
+    def report(self):
+        return self._answer("report", ())
+
+    def _answer(self, name, work):
+        if name in self.broken:
+            raise KeyError(name)
+        return getattr(super(), name)(*work)
+
+
+def run(llm):
+    prompts = [{"prompt_token_ids": [5 + place] * 12} for place in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    return [one.token_ids for one in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "policy"),
+    [
+        ("step_seconds", "vllm_v1"),
+        ("observe_bounds", "vllm_v1"),
+        ("swap_out_seconds", "vllm_v1"),  # asked by the ledger alone
+        ("swap_out_seconds", "paper"),
+    ],
+)
+def test_a_calibration_that_raises_is_named_and_the_engine_goes_on(broken, policy, tmp_path):
+    own = Own(Flat())
+    sizes = {"num_gpu_blocks_override": 30, "num_host_blocks": 30, "ledger": str(tmp_path / "one.jsonl")}
+    llm = make_llm(golden_checkpoint("llama_gqa"), costs=own, scheduler_policy=policy, **sizes)
+    assert llm.costs is own
+    expected = run(llm)
+    own.broken = (broken,)
+    with pytest.raises(UserCodeError, match=rf"test_own_costs:Own.{broken}\(.*\) raised KeyError") as raised:
+        run(llm)
+    assert isinstance(raised.value.__cause__, KeyError)
+    own.broken = ()
+    assert run(llm) == expected
+    own.broken = ("report",)
+    llm.close()
+    assert read_ledger(tmp_path / "one.jsonl").predictions == {}
+
+
+def test_what_is_corrected_may_be_exchanged():
+    class Fast(Flat):
+        def step_seconds(self, *work):
+            return 0.001
+
+    own = OnlineCalibration(Flat())
+    own.model = Fast()
+    assert own.step_seconds(1, 1) == 0.001
+
+
+def test_padding_counts_in_what_an_engine_predicts():
+    class Rows(Flat):
+        def step_seconds(self, batch, context_tokens, prompt_tokens=0, num_prompts=0, prompt_context=0):
+            return float(batch)
+
+    llm = make_llm(golden_checkpoint("llama_gqa"), costs=Rows(), decode_buckets=[4], **POOLS)
+    assert llm.costs.step_seconds(3, 100) == llm.costs.model.step_seconds(3, 100) == 4.0
+    llm.close()
+
+
+NUMBERS = [
+    Decimal("0.5"),
+    Fraction(1, 2),
+    np.float32(0.5),
+    np.array(0.5),
+    jnp.float32(0.5),
+    jnp.bfloat16(0.5),
+    np.int64(1),
+    jnp.int32(1),
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda one: type(one).__name__)
+def test_seconds_may_be_any_kind_of_number(number):
+    found = CheckedCosts(check_costs(answering(number))).step_seconds(0, 0, 1, 1, 0)
+    assert type(found) is float
+    assert found == float(number)
+
+
+@pytest.mark.parametrize("wrong", [np.bool_(True), jnp.array(True), np.ones(1), Decimal("nan"), 10**400, 1j])
+def test_what_is_no_one_number_of_seconds_is_refused(wrong):
+    with pytest.raises(ConfigError, match="it must be seconds, a finite number of at least 0"):
+        check_costs(answering(wrong))
 
 
 def test_costs_that_are_given_are_not_measured():

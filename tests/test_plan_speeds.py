@@ -290,3 +290,17 @@ def test_speeds_that_cannot_be_told_lose_nothing_of_what_was_compiled(tmp_path, 
     assert main(command) == 0
     assert json.loads(out.read_text()) == {"num_blocks": 3, "speeds": []}
     assert "No speeds: device 'l40' is not in the table" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--within", "ttft:nan"], "invalid NAME:MILLISECONDS value"),
+        (["--within", "ttft:-1"], "invalid NAME:MILLISECONDS value"),
+        (["--concurrency", "999999999"], "999999999 clients are more than 65536"),
+        (["--lengths", ""], "'' is not IN:OUT"),
+    ],
+)
+def test_numbers_of_no_plan_are_refused(option, message, capsys):
+    assert main(["plan", "llama-3-8b", "--device", "h100", "--no-compile", *option]) == 2
+    assert message in capsys.readouterr().err

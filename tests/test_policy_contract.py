@@ -1,8 +1,14 @@
 """A policy that breaks the contract is told which rule, and of which request."""
 
 import dataclasses
+import io
+import json
 import re
+from decimal import Decimal
+from fractions import Fraction
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from engine_helpers import make_llm
 from scheduler_helpers import V1, LinearCosts, make_request, make_scheduler, step
@@ -11,6 +17,7 @@ from variants import golden_checkpoint
 from jaxllm import SamplingParams
 from jaxllm.errors import ConfigError, UserCodeError
 from jaxllm.predictors.base import CheckedCosts
+from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.plan import Plan, Planner, PlanningPolicy
 from jaxllm.sched.policies import (
     AdaptiveAction,
@@ -259,6 +266,32 @@ def test_whoever_raises_is_named_with_its_hook_and_the_request(question, method)
         run_two(scheduler)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert raised.value.request_id in ("r0", "r1")
+
+
+@pytest.mark.parametrize(
+    "number",
+    [Decimal(1), Fraction(1), np.float32(1), np.array(1), jnp.int32(1), jnp.bfloat16(1), np.int64(1)],
+)
+def test_answers_may_be_any_kind_of_number(number):
+    class Answers:
+        def score(self, request, now):
+            return number
+
+        def group(self, request):
+            return None
+
+        def choose(self, victim, state, now):
+            return Decision(PreemptionAction.RECOMPUTE, number, number)
+
+    parts = {"priority": Answers(), "victim": LeastUrgentVictim(Answers()), "action": Answers()}
+    file = io.StringIO()
+    scheduler = make_scheduler(dataclasses.replace(V1, **parts), Ledger(file), num_gpu_blocks=2)
+    run_two(scheduler)
+    scheduler.ledger.close()
+    (record,) = [
+        one for one in map(json.loads, file.getvalue().splitlines()) if one["record"] == "preemption"
+    ]
+    assert record["swap_seconds"] == record["recompute_seconds"] == 1
 
 
 def test_a_priority_within_a_policy_of_the_package_is_named_too():

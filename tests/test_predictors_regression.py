@@ -324,9 +324,9 @@ def test_the_work_of_a_sample_is_without_the_models_counts():
     [
         (("decode", (40.0, 5120.0, 1.0), 1.0), "a decode sample has features"),
         (("mixed", (40.0, 5120.0, 8.0, 900.0, 100.0, 4.0), 1.0), "a mixed sample has features"),
-        (("swap_in", (4.0, -1.0), 1.0), "features must be finite and >= 0"),
-        (("swap_in", (4.0, math.nan), 1.0), "features must be finite and >= 0"),
-        (("swap_in", (4.0, 1.0), 0.0), r"took 0.0 seconds; it must be above 0"),
+        (("swap_in", (4.0, -1.0), 1.0), "features must lie in"),
+        (("swap_in", (4.0, math.nan), 1.0), "features must lie in"),
+        (("swap_in", (4.0, 1.0), 0.0), r"took 0.0 seconds; it must be from 1e-09"),
         (("swap_in", (4.0, 1.0), math.inf), "took inf seconds"),
     ],
 )

@@ -168,7 +168,7 @@ def test_guidellms_results(tmp_path):
     assert lengths(trace) == ([0, 0.25, 0.5], [8, 9, 10], [2, 2, 2])
     path = write_json(tmp_path / "two.json", guidellm(3, 1))
     assert len(load_trace(path, benchmark=1)) == 1
-    with pytest.raises(ConfigError, match=r"has 2 benchmarks: pass benchmark= \(--benchmark\)"):
+    with pytest.raises(ConfigError, match=r"has 2 benchmarks, .*: pass benchmark= \(--benchmark\)"):
         load_trace(path)
     with pytest.raises(ConfigError, match=r"benchmark must lie in \[0, 1\]"):
         load_trace(path, benchmark=2)
@@ -212,7 +212,7 @@ def test_other_files_are_refused(tmp_path, text, message):
         load_trace(path)
     with pytest.raises(ConfigError, match="cannot read"):
         load_trace(tmp_path / "absent.json")
-    with pytest.raises(ConfigError, match="must be a string or a path, got 3"):
+    with pytest.raises(ConfigError, match="path=3 must be a path"):
         load_trace(3)
     with pytest.raises(ConfigError, match="form='nothing' is unknown"):
         load_trace(path, form="nothing")

@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from engine_helpers import make_llm
 from tokenizer_helpers import build_backend, write_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from variants import golden_checkpoint
 
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.text.tokenizer import encode, eos_token_ids, load_tokenizer
@@ -72,7 +74,9 @@ def test_absent_and_broken_tokenizers(tmp_path, files, cause):
     with pytest.raises(ConfigError, match=cause) as caught:
         load_tokenizer(path)
     assert str(path) in str(caught.value)
-    assert "skip_tokenizer_init=True" in str(caught.value)
+    assert "skip_tokenizer_init" not in str(caught.value)
+    with pytest.raises(ConfigError, match="skip_tokenizer_init=True and give prompts as token ids"):
+        make_llm(golden_checkpoint("llama_gqa"), tokenizer=str(tmp_path), skip_tokenizer_init=False)
 
 
 def with_merges(*pairs):

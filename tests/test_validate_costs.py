@@ -134,3 +134,11 @@ def test_missing_files_and_bad_seconds_are_refused(tmp_path, capsys):
     assert "cannot read" in capsys.readouterr().err
     assert main(["validate-costs", OPEN, "--host-seconds", "2"]) == 2
     assert "--host-seconds must lie in" in capsys.readouterr().err
+
+
+def test_a_file_nested_too_deeply_is_refused(tmp_path, capsys):
+    (tmp_path / "deep.json").write_text("[" * 100_000, encoding="utf-8")
+    for command in ("validate-costs", "replay-oracle"):
+        assert main([command, str(tmp_path / "deep.json")]) == 2
+        assert "nested too deeply" in capsys.readouterr().err
+    assert main(["compare", "--from-json", str(tmp_path / "deep.json")]) == 2

@@ -20,6 +20,7 @@ from jaxllm.errors import ConfigError, WeightsError
 from jaxllm.loading.convert import SIDE_FILES
 from jaxllm.loading.shards import pickled_weights
 from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.system.json_text import parse
 
 _INDEX = "pytorch_model.bin.index.json"
 _SINGLE = "pytorch_model.bin"
@@ -73,7 +74,7 @@ def _shards(src: Path) -> list[Path]:
             raise WeightsError(f"{str(src)!r} has no {_SINGLE}, {_INDEX} or other *.bin, *.pt or *.pth file")
         return files
     try:
-        names = sorted(set(json.loads((src / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(parse((src / _INDEX).read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{str(src / _INDEX)!r} is not a JSON object with 'weight_map'") from error
     bad = [name for name in names if Path(name).name != name or not (src / name).is_file()]

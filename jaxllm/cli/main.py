@@ -14,6 +14,7 @@ import jaxllm
 from jaxllm.commands.options import loggers_put_back
 from jaxllm.commands.words import flags_of, in_flags
 from jaxllm.errors import JaxllmError, did_you_mean
+from jaxllm.system.options import is_encodable
 
 EXIT_OK = 0
 EXIT_BROKEN_PIPE = 1
@@ -100,6 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return EXIT_OK
+    if bad := [one for one in arguments if not is_encodable(one)]:
+        print(f"jaxllm: error: {bad[0][:80]!a} holds what is no character of arguments", file=sys.stderr)
+        return EXIT_ERROR
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where a user's own policy is imported from
     try:
@@ -118,5 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (JaxllmError, OSError) as error:
-        print(f"jaxllm: error: {in_flags(' '.join(str(error).split()), flags_of(parser))}", file=sys.stderr)
+        flags = flags_of(parser)
+        message = error.told(flags) if isinstance(error, JaxllmError) else str(error)
+        print(f"jaxllm: error: {in_flags(' '.join(message.split()), flags)}", file=sys.stderr)
         return EXIT_ERROR

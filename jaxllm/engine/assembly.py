@@ -35,7 +35,7 @@ from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.loading.given import iter_given
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.pallas_kernels.settings import under_jax_defaults
-from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.online import OnlineCalibration, named
 from jaxllm.predictors.programs import ProgramCosts
 from jaxllm.predictors.table import TableCostModel
 from jaxllm.sampling.params import SamplingParams
@@ -216,7 +216,7 @@ def _load(
     try:
         tokenizer = None
         if not config.skip_tokenizer_init:  # transformers is imported beside the compiling
-            tokenizer = tokenization.load_tokenizer(model.tokenizer_folder)
+            tokenizer = _tokenizer(model.tokenizer_folder)
         eos_token_ids = tokenization.eos_token_ids(model.folder, tokenizer, config.hf_overrides)
         if given is None:
             weights = processes.stored(config, model, sizes)
@@ -245,6 +245,15 @@ def _load(
     return _Loaded(executor, tokenizer, eos_token_ids, times, reload)
 
 
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """That of a folder; an engine can do without one."""
+    try:
+        return tokenization.load_tokenizer(folder)
+    except ConfigError as error:
+        error.or_else(skip_tokenizer_init=", or pass skip_tokenizer_init=True and give prompts as token ids")
+        raise
+
+
 def _join(
     config: EngineConfig,
     model: Model,
@@ -255,6 +264,7 @@ def _join(
 ) -> Assembly:
     """Put an engine together."""
     executor, scheduling = loaded.executor, chosen.scheduling
+    costs = named(scheduling.costs)
     costs_source = _settle_costs(config, executor, chosen)
     files = None
     if config.prefix_cache_dir is not None:
@@ -262,16 +272,15 @@ def _join(
             config, model.folder, executor, sizes.model_config, chosen.kernels, sizes.num_writing_blocks
         )
     if ledger is not None:
-        ledger.costs = None if costs_source is None else scheduling.costs
+        ledger.costs = None if costs_source is None else costs
         settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         policy = DEFAULT_PRESET if config.scheduler_policy is None else config.scheduler_policy
         device, version = executor.device_kind, jax.__version__
         ledger.begin(header_of(policy, device, costs_source, settings, sizes.scheduler, jax=version))
     speculation = None
     if config.speculative_config is not None:
-        speculation = config.speculative_config.make(
-            chosen.max_drafts, scheduling.costs.model, executor.drafter
-        )
+        predicted = costs.model if isinstance(costs, OnlineCalibration) else costs
+        speculation = config.speculative_config.make(chosen.max_drafts, named(predicted), executor.drafter)
     engine = Engine(
         executor,
         Scheduler(
@@ -281,7 +290,7 @@ def _join(
             files=executor.file_index,
             speculation=speculation,
         ),
-        observer=StepObserver(scheduling.costs, ledger),
+        observer=StepObserver(costs, ledger),
         vocab_size=model.config.vocab_size,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,

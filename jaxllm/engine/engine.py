@@ -295,9 +295,11 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one iteration; returns the requests that finished, and those streaming that advanced.
 
-        Whatever a scheduling policy raises while an iteration is planned leaves the engine as it was. Any
-        other exception ends all requests, and the engine with them: also one that comes from outside such as
-        Ctrl-C, and what policies of offload and retention raise, which are asked while copies are made.
+        Whatever a scheduling policy raises while an iteration is planned leaves the engine as it was, and
+        what a predictor raises that is told of a step or an end, or asked for the ledger, comes after the
+        step. Any other exception ends all requests, and the engine with them: also one that comes from
+        outside such as Ctrl-C, and what policies of offload and retention raise, which are asked while copies
+        are made.
 
         Raises:
             EngineError: the engine has failed, or another thread uses it. `finished` has what had finished.
@@ -311,7 +313,12 @@ class Engine:
         """As `step`, without returning anything: the next `step` does."""
         with self._used(), self._changing():
             self._advance()
+            fault = self.scheduler.faults.take()
+            if fault is not None:  # calls end with it, also those whose last tokens these are
+                self._deliveries = [one for one in self._deliveries if one[0].sink is None]
             self._deliver()
+        if fault is not None:
+            raise fault
 
     def abort(self, request_id: str) -> None:
         """End a request in any state; `step` reports it with finish_reason "abort".
@@ -511,8 +518,14 @@ class Engine:
         for used in (*(state.sampled_for for state in states), *ids):
             if used is not None and self.is_live(used):
                 raise RequestError(f"request id {used!r} is in use; finish that request or pick another id")
-        for state, request_id in zip(states, ids, strict=True):
-            self.scheduler.add(state.request)
+        for place, (state, request_id) in enumerate(zip(states, ids, strict=True)):
+            try:
+                self.scheduler.add(state.request)
+            except Exception:  # of a policy or predictor: the samples before it are not to be left alone
+                for added in states[:place]:
+                    self.scheduler.finish(added.request, "error")
+                    self._forget(added)
+                raise
             self._states[request_id] = state
             self._num_following += state.follows
             state.beyond_steps = self._executor.beyond_steps(state.request.sampling_params)
@@ -566,7 +579,8 @@ class Engine:
         self.scheduler.sit_out({*self._late, *self._unready})
         copies = self._executor.copies()
         if self._observer is not None and copies.timed:
-            self._observer.observe_copies(copies.timed)
+            with self.scheduler.faults:
+                self._observer.observe_copies(copies.timed)
         scheduled = self.scheduler.schedule(self._clock(), copies, self._max_decode_steps())
         if reads := self.scheduler.take_reads():
             self._executor.drop(self.scheduler.take_dropped())  # whose room they take
@@ -681,7 +695,8 @@ class Engine:
         self.on_tokens(num_tokens)
         if self._speculation is not None:
             self._go_on_after_drafts(scheduled, turns)
-            self._speculation.observe(scheduled, now, turns)
+            with self.scheduler.faults:
+                self._speculation.observe(scheduled, now, turns)
         live = [state for state in streaming.values() if not state.request.is_finished]
         self._deliveries += [(state, state.delta()) for state in live]
 
@@ -709,7 +724,8 @@ class Engine:
         self._last_read = now
         self._last_ended = None if was_ready else now
         if self._observer is not None:
-            self._observer.observe(scheduled, seconds, is_timed=is_timed)
+            with self.scheduler.faults:
+                self._observer.observe(scheduled, seconds, is_timed=is_timed)
         if is_timed and scheduled.decode and not scheduled.prefill:
             self._decode_seconds = min(_SECONDS_AT_A_TIME, self._decode_seconds)
             self._decode_seconds += _RATE * (seconds / scheduled.num_decode_steps - self._decode_seconds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord, VerificationRecord
 from jaxllm.sched.policies import PreemptionAction, ResumeAction
 from jaxllm.sched.policies.user import describe
+from jaxllm.system.options import checked_path
 
 _Record = TypeVar("_Record", HeaderRecord, PreemptionRecord, StepRecord, VerificationRecord, KindReport)
 
@@ -65,11 +65,10 @@ def read_ledger(path: str | Path) -> Ledger:
             to the next; the last line may be cut off, as a killed run leaves it: it is left out, and
             `Ledger.cut_line` its number.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"the path of a ledger must be a string or a path, got {shown(path)}")
+    path = checked_path("path", path)
     ledger = Ledger()
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -131,7 +130,7 @@ def _objects(lines: Sequence[str], path: str) -> Iterator[tuple[int, dict[str, A
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(cast(float, value))
+    return type(value) in (int, float) and -_LARGEST <= cast(float, value) <= _LARGEST
 
 
 def _is_scores(value: object) -> bool:
@@ -145,10 +144,11 @@ def _is_scores(value: object) -> bool:
     )
 
 
+_LARGEST = 10**15
 _ACTIONS = [action.value for action in PreemptionAction]
 _RESUME_ACTIONS = [None, *(action.value for action in ResumeAction if action is not ResumeAction.RECOMPUTE)]
 _IS_OF_TYPE: dict[str, Callable[[object], bool]] = {
-    "int": lambda value: type(value) is int,
+    "int": lambda value: type(value) is int and 0 <= value <= _LARGEST,
     "float": _is_number,
     "str": lambda value: isinstance(value, str),
     "dict[str, Any]": lambda value: isinstance(value, dict),
@@ -160,13 +160,15 @@ def _checked(record: _Record) -> _Record:
     """The record, but for fields that a run would not have written.
 
     Raises:
-        TypeError: one is of another type, not finite, or no action.
+        TypeError: one is of another type, negative or beyond all that is counted, or no action.
     """
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         kind, _, none = str(field.type).partition(" | ")
-        if not ((none and value is None) or _IS_OF_TYPE[kind](value)):
-            raise TypeError(f"{field.name}={value!r} is not {field.type}")
+        is_negative = kind == "float" and field.name != "time" and _is_number(value) and value < 0
+        if not ((none and value is None) or _IS_OF_TYPE[kind](value)) or is_negative:
+            rule = "" if kind not in ("int", "float") else f", or not from 0 to {_LARGEST:g}"
+            raise TypeError(f"{field.name}={shown(value)} is not {field.type}{rule}")
     if isinstance(record, PreemptionRecord):
         if record.action not in _ACTIONS:
             raise TypeError(f"action={record.action!r} is none of {', '.join(_ACTIONS)}")
@@ -183,6 +185,7 @@ def open_ledger(
     Raises:
         ConfigError: the file is there already, or cannot be written.
     """
+    path = checked_path("path", path)
     try:
         file = open(path, "x", encoding="utf-8", buffering=1)  # noqa: SIM115, open as long as the ledger
     except FileExistsError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxllm.predictors.base import CostModel, step_kind
-from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.online import CheckedCalibration, OnlineCalibration
 from jaxllm.sched.ledger import Ledger
 from jaxllm.types import CopyTime, SchedulerOutput
 
@@ -28,7 +28,7 @@ class StepObserver:
         ledger: told what each restore took; None records nothing.
     """
 
-    def __init__(self, costs: OnlineCalibration | None, ledger: Ledger | None) -> None:
+    def __init__(self, costs: OnlineCalibration | CheckedCalibration | None, ledger: Ledger | None) -> None:
         self.costs = costs
         self._ledger = ledger
         self._num_steps = 0

@@ -12,7 +12,7 @@ from typing import Any
 from jaxllm.engine.costs import find_costs
 from jaxllm.errors import ConfigError, ProfileError
 from jaxllm.predictors.base import CostModel, ModelShape
-from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.online import OnlineCalibration, named
 from jaxllm.predictors.own import own_costs
 from jaxllm.sched.policies import SchedulingPolicy, is_policy
 from jaxllm.sched.presets import DEFAULT_PRESET, as_policy, weighs_costs
@@ -120,7 +120,7 @@ def make_scheduling(
         found = find(use_profile=False)
     predicted, source = found or (UnknownCosts(), None)
     costs = predicted if isinstance(predicted, OnlineCalibration) else OnlineCalibration(predicted)
-    policy = as_policy(chosen, costs)
+    policy = as_policy(chosen, named(costs))
     return Scheduling(policy, costs, source, weighs, is_ready_made, choice is not None, own is not None)
 
 

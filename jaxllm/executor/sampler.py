@@ -109,7 +109,7 @@ def sample(
             least = if_any(
                 rows.are_filtered,
                 lambda _: least_kept(scaled, **filters),
-                lambda: jnp.full(len(scaled), -jnp.inf, scaled.dtype),
+                lambda: jnp.full(scaled.shape[0], -jnp.inf, scaled.dtype),
             )
         scores = _perturb(scores, scaled, rows, lengths, least)
     tokens = largest(scores, is_native=is_native)
@@ -215,7 +215,7 @@ def gumbel(seeds: jax.Array, positions: jax.Array, size: int) -> jax.Array:
     rounds of Threefry in a loop, which takes several times as long.
     """
     first, second = _threefry(seeds[:, 0], seeds[:, 1], jnp.uint32(0), positions.astype(jnp.uint32))
-    ids = lax.broadcasted_iota(jnp.uint32, (len(seeds), size), 1)
+    ids = lax.broadcasted_iota(jnp.uint32, (seeds.shape[0], size), 1)
     high, low = _threefry(first[:, None], second[:, None], jnp.uint32(0), ids)
     uniform = lax.bitcast_convert_type((high ^ low) >> 9 | jnp.uint32(0x3F800000), jnp.float32) - 1
     return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
@@ -261,10 +261,10 @@ def least_kept(logits: jax.Array, *, min_p: jax.Array, top_k: jax.Array, top_p: 
     def weight(least: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(logits >= least[:, None], weights, 0), axis=-1)
 
-    kth = _largest(lambda least: count(least) >= top_k, len(logits))
+    kth = _largest(lambda least: count(least) >= top_k, logits.shape[0])
     least = jnp.maximum(most + jnp.log(min_p), jnp.where(top_k > 0, kth, -jnp.inf))
     enough = top_p * weight(least)
-    nucleus = _largest(lambda least: weight(least) >= enough, len(logits))
+    nucleus = _largest(lambda least: weight(least) >= enough, logits.shape[0])
     nucleus = jnp.clip(nucleus, least, most)  # rounding empties no nucleus
     return jnp.where(top_p < 1, nucleus, least)
 

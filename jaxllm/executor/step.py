@@ -107,7 +107,7 @@ def slot_of(block_tables: jax.Array, rows: jax.Array, positions: jax.Array, bloc
 
 def chunk_of(ends: jax.Array, rows: jax.Array) -> jax.Array:
     """How many of `ends` [P], in ascending order, are not after each of `rows` [R]; [R] int32."""
-    return jnp.searchsorted(ends, rows, side="right", method="compare_all").astype(jnp.int32)
+    return jnp.sum(ends[None, :] <= rows[:, None], axis=1, dtype=jnp.int32)
 
 
 def _decode_places(decode: DecodeInputs, padding_slot: int, block_size: int) -> Places:
@@ -302,7 +302,7 @@ def rows_of(
     here = places.slots, jnp.maximum(places.positions, 0)
     tokens = history[here]
     if prefill is not None:
-        is_prompt = jnp.arange(len(tokens)) >= prefill.query_starts[0]
+        is_prompt = jnp.arange(tokens.shape[0]) >= prefill.query_starts[0]
         tokens = jnp.where(is_prompt, prefill.tokens, tokens)
         history = history.at[here].set(tokens)
     return places, tokens, history

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.interpreters import batching, mlir
 
 from jaxllm.errors import ConfigError, RequestError, WeightsError, shown
@@ -48,6 +49,8 @@ def check_sizes(config: ModelConfig, **sizes: int) -> None:
     """Verify a configuration, and that sizes are positive integers."""
     check_model_config(config)
     for name, size in sizes.items():
+        if export.is_symbolic_dim(size):
+            continue
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size < 2**31:
             raise ConfigError(f"{name}={shown(size)} must be an integer of at least 1")
 
@@ -238,7 +241,7 @@ def transformable(
 ) -> Callable[..., _R]:
     """A function of weights and arrays that says what to pass where its kernels cannot be transformed.
 
-    They have no gradients, and native ones cannot be exported.
+    They have no gradients, native ones cannot be exported, and most need to know all sizes.
     """
     if implementation == REFERENCE:
         return function
@@ -251,7 +254,11 @@ def transformable(
         def function(params: Params, first: Any, *rest: Any) -> _R:
             return native(params, _not_exported.bind(first), *rest)
 
-    refusing = jax.custom_jvp(function)
+    def checked(params: Params, *arrays: Any) -> _R:
+        _check_symbolic(implementation, arrays)
+        return function(params, *arrays)
+
+    refusing = jax.custom_jvp(checked)
 
     @refusing.defjvp
     def refuse(primals: Any, tangents: Any) -> Any:
@@ -261,6 +268,17 @@ def transformable(
         )
 
     return refusing
+
+
+def _check_symbolic(implementation: str, arrays: Sequence[Any]) -> None:
+    """Refuse sizes that a program is exported without knowing, where kernels are made for sizes."""
+    first = 1 if implementation == "xla" else 0
+    sizes = {size: None for array in arrays for size in jnp.shape(array)[first:]}
+    if unknown := [str(size) for size in sizes if export.is_symbolic_dim(size)]:
+        raise ConfigError(
+            f"attention implementation {implementation!r} needs to know sizes, and {', '.join(unknown)} is "
+            f"symbolic: pass implementation={REFERENCE!r}, or 'xla' where nothing but the batch is"
+        )
 
 
 def check_key(key: Any) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import ConfigError
+from jaxllm.system.json_text import parse
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 _OTHER_FILES = ("*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*.safetensors")
@@ -23,7 +23,7 @@ def checkpoint_folder(
     model: str | os.PathLike[str],
     *,
     revision: str | None = None,
-    download: bool = False,
+    download: bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Path:
     """The folder of a checkpoint: `model` itself, or where the cache of `huggingface_hub` keeps that id.
@@ -32,7 +32,7 @@ def checkpoint_folder(
         model: path of a folder, which goes first, or an id such as "organisation/name".
         revision: branch, tag or commit of an id; "main" if None.
         download: fetch what the cache lacks: weights in safetensors, configuration, tokenizer, templates.
-            What the cache has is used as it is; nothing is looked up.
+            What the cache has is used as it is; nothing is looked up. None: the caller cannot say so.
         cache_dir: the cache; that of the environment (HF_HUB_CACHE, HF_HOME) if None.
 
     Raises:
@@ -73,8 +73,9 @@ def checkpoint_folder(
     at = "" if revision is None else f" at revision {revision!r}"
     raise ConfigError(
         f"model folder {name!r} does not exist, and the Hugging Face cache in {os.fspath(cache)} has none of "
-        f"that id{at}: pass the path of a folder with config.json and *.safetensors, or download=True "
-        "(--download) to fetch it (models are not downloaded unasked)"
+        f"that id{at}: pass the path of a folder with config.json and *.safetensors"
+        + ("" if download is None else ", or download=True (--download) to fetch it")
+        + " (models are not downloaded unasked)"
     )
 
 
@@ -124,7 +125,7 @@ def _is_complete(folder: Path) -> bool:
     if "model.safetensors" in names:
         return True
     try:
-        index: Any = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        index: Any = parse((folder / "model.safetensors.index.json").read_bytes())
         return {*index["weight_map"].values()} <= {*names}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return False

@@ -18,7 +18,7 @@ from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_formats import QUANTIZATIONS
 from jaxllm.models.quantisation import KEYS, quantisation_of
 from jaxllm.pallas_kernels.settings import under_jax_defaults
-from jaxllm.system.options import check_choice
+from jaxllm.system.options import check_choice, checked_path
 
 # Everything a folder needs besides config.json and weights.
 SIDE_FILES = (
@@ -55,7 +55,7 @@ def convert_checkpoint(
             quantised and is so already, or is no folder of safetensors.
         WeightsError: the weights of `src` cannot be read or do not match its config.json.
     """
-    src, dst = Path(src), Path(dst)
+    src, dst = Path(checked_path("src", src)), Path(checked_path("dst", dst))
     if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
         raise ConfigError(f"{str(dst)!r} exists and is not an empty folder; choose another or remove it")
     hf_config = read_hf_config(src)

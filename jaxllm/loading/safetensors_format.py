@@ -187,8 +187,8 @@ def _drop_tied_head(found: dict[str, StoredTensor], folder: Path) -> None:
     if not _same_values(embedding, head):
         raise WeightsError(
             f"config.json says tie_word_embeddings=True but {embedding.name} and {head.name} differ in "
-            f"{str(folder)!r}; load with hf_overrides={{'tie_word_embeddings': False}} to use both"
-        )
+            f"{str(folder)!r}; correct config.json"
+        ).or_else(hf_overrides=", or load with hf_overrides={'tie_word_embeddings': False} to use both")
 
 
 def _same_values(a: StoredTensor, b: StoredTensor) -> bool:

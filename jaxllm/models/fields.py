@@ -126,5 +126,5 @@ class Fields:
             raise UnsupportedModelError(
                 f"config.json has fields jaxllm does not implement: {listed}; {meant}"
                 f"supported fields: {', '.join(sorted(self._read))}. "
-                "If a field does not change the computation, drop it with hf_overrides={'<field>': None}"
-            )
+                "If a field does not change the computation, take it out of config.json"
+            ).or_else(hf_overrides=", or drop it with hf_overrides={'<field>': None}")

@@ -13,6 +13,7 @@ import dataclasses
 import gzip
 import os
 import random
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from jaxllm.predictors.base import CostKind, step_kind
 from jaxllm.predictors.features import FEATURE_NAMES
 from jaxllm.predictors.fit_report import ErrorStats, FitReport
 from jaxllm.predictors.regression import REGRESSORS, FittedRegressor, Sample, fit
+from jaxllm.system.options import checked_path
 
 COUNTS = ("num_decodes", "decode_kv_tokens", "prefill_tokens", "num_prefills", "prefill_kv_tokens")
 """Columns of work, in the order of `CostModel.step_seconds`."""
@@ -57,10 +59,10 @@ def load_iterations(path: str | os.PathLike[str]) -> list[Sample]:
     Raises:
         ConfigError: the file cannot be read, a column is missing, or a row is malformed; it names the line.
     """
-    path = Path(path)
+    path = Path(checked_path("path", path))
     opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf-8", newline="") as file:
+        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file)
             columns = rows.fieldnames or ()
             missing = [name for name in COUNTS if name not in columns]
@@ -70,12 +72,14 @@ def load_iterations(path: str | os.PathLike[str]) -> list[Sample]:
                     f"iterations has {', '.join(COUNTS)} and latency_ms or seconds"
                 )
             return [_sample(row, f"{path}, line {rows.line_num}") for row in rows]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError, csv.Error, EOFError, zlib.error) as error:
         raise ConfigError(f"cannot read the iterations {os.fspath(path)!r}: {error}") from error
 
 
 def _sample(row: dict[str, str], where: str) -> Sample:
     try:
+        if None in row.values():
+            raise ValueError("fewer values than columns")
         counts = [int(row[name]) for name in COUNTS]
         seconds = float(row["seconds"]) if "seconds" in row else float(row["latency_ms"]) * 1e-3
         parallel = int(row.get("tensor_parallel") or 1)

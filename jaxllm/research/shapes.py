@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxllm.errors import ConfigError, did_you_mean, shown
 from jaxllm.predictors.base import MODEL_SHAPES, WEIGHT_FORMATS, ModelShape, model_shape
 from jaxllm.system.dtypes import dtype_of, kv_dtype_of
-from jaxllm.system.options import check_choice
+from jaxllm.system.options import check_choice, checked_path
 
 if TYPE_CHECKING:
     from jaxllm.models.architecture import ModelConfig
@@ -88,7 +88,7 @@ def read_model(model: str | os.PathLike[str], dtype: str, asked: Formats) -> Rea
         )
     asked.check()
     asked = asked._replace(kv_cache_dtype=kv_dtype_of("kv_cache_dtype", asked.kv_cache_dtype))
-    name, dtype = os.fspath(model), dtype_of("dtype", dtype)
+    name, dtype = checked_path("model", model), dtype_of("dtype", dtype)
     path = Path(name)
     if name in MODEL_SHAPES and not path.exists():
         weights = asked.quantization or "auto"

@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from jaxllm.engine.outputs import RequestOutput
-from jaxllm.server.live import pools
+from jaxllm.server.live import cost_reports, pools
 from jaxllm.server.service import Service
 
 PREFIX = "jaxllm:"
@@ -174,7 +174,7 @@ class _Engine(Collector):
             yield counter("spec_decode_num_accepted_tokens", "Drafts kept.", {(): num_kept})
         errors = {
             (str(kind),): report.error_after
-            for kind, report in made.costs.report().items()
+            for kind, report in cost_reports(made.costs).items()
             if report.error_after is not None
         }
         yield gauge("prediction_error_ratio", "Mean of |predicted - measured| / measured.", errors, "kind")

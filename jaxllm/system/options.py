@@ -178,6 +178,14 @@ def check_range(name: str, value: object, low: float, high: float, *, is_integer
         raise ConfigError(f"{name}={shown(value)} must be {limits}")
 
 
+def is_encodable(text: str) -> bool:
+    """Whether the system takes a text as a path or an argument: no null byte, and no lone surrogate."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def checked_path(name: str, value: object) -> str:
     """A path, with the user's home for a tilde at its front.
 
@@ -185,13 +193,11 @@ def checked_path(name: str, value: object) -> str:
         ConfigError: it is none.
     """
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str) or not path or "\0" in path:
+    if not isinstance(path, str) or not path:
         raise ConfigError(f"{name}={shown(value)} must be a path")
     path = os.path.expanduser(path)
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{name}={path[:80]!r} holds characters that no path has") from error
+    if not is_encodable(path):
+        raise ConfigError(f"{name}={path[:80]!r} holds characters that no path has: name another file")
     if len(os.fsencode(path)) > _MAX_PATH or any(len(os.fsencode(p)) > _MAX_NAME for p in path.split(os.sep)):
         raise ConfigError(
             f"{name} is a path of {len(path)} characters ({path[:40]!r}...); at most {_MAX_PATH} bytes, and "
@@ -315,6 +321,8 @@ def byte_count(text: str) -> int:
 def bound(text: str) -> tuple[str, float]:
     """A name and the most that it may be, with a colon between."""
     name, _, most = text.partition(":")
+    if not 0 < float(most) < math.inf:
+        raise ValueError(text)
     return name, float(most)
 
 

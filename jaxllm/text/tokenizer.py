@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.system.json_text import read_object
+from jaxllm.system.options import checked_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 _encoding = threading.Lock()  # tokenizers encode for one thread at a time
-_WITHOUT_TOKENIZER = "pass skip_tokenizer_init=True and give prompts as token ids"
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
@@ -36,23 +36,21 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: the folder holds no tokenizer, a broken one, or one that needs its own code.
     """
-    folder = Path(path)
+    folder = Path(checked_path("tokenizer", path))
     if not folder.is_dir():
         raise ConfigError(
             f"no tokenizer in {str(folder)!r}: it is not a folder. Give the folder that holds "
-            f"tokenizer.json and tokenizer_config.json, or {_WITHOUT_TOKENIZER}."
+            "tokenizer.json and tokenizer_config.json"
         )
     with quiet_transformers():
         try:
             return _load(folder)
         except Exception as error:  # transformers and tokenizers raise anything, bare Exception included
-            remedy = (
-                f"Put the model's tokenizer.json and tokenizer_config.json there, or {_WITHOUT_TOKENIZER}"
-            )
+            remedy = "Put the model's tokenizer.json and tokenizer_config.json there"
             if "trust_remote_code" in str(error):
-                remedy = f"It needs code of its own, which jaxllm never runs; {_WITHOUT_TOKENIZER}"
+                remedy = "It needs code of its own, which jaxllm never runs: give another tokenizer"
             raise ConfigError(
-                f"cannot load a tokenizer from {str(folder)!r} ({summary(error)}). {remedy}."
+                f"cannot load a tokenizer from {str(folder)!r} ({summary(error)}). {remedy}"
             ) from error
 
 

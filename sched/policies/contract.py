@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxllm.errors import ConfigError, UserCodeError, blame, is_outside, shown
+from jaxllm.system.scalars import plain
 from jaxllm.types import Request
 
 _FIELDS = (
@@ -43,6 +44,8 @@ def watched(policy: Any) -> Any:
     """A policy that may not change the requests it is asked about, and is named where it raises.
 
     One of this package is as it is, but for a priority from outside that it reads.
+
+    Numbers that it answers with become Python's (`jaxllm.system.scalars.plain`).
 
     The first 1,024 questions to each method are watched, which take 2 us longer, and then one in 16. A change
     is put back, but for the contents of lists.
@@ -120,7 +123,7 @@ def _watch(policy: object, name: str, method: Callable[..., Any], num_asked: int
             if _facts(request) != facts:
                 _refuse(f"{policy}.{name}", request, facts)
         # Of a victim policy the scorer of an iteration.
-        return _watch(policy, name, answer, num_asked) if callable(answer) else answer
+        return _watch(policy, name, answer, num_asked) if callable(answer) else plain(answer)
 
     return ask
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -39,6 +40,7 @@ MAX_DISAGREEMENT = 0.05
 """Rounding decides near-ties: about one greedy token in 10^4 of a random-weight model in float32."""
 _EXIT_DIFFERENT = 1
 _SIZES = ("vocab_size", "num_attention_heads", "hidden_size", "num_hidden_layers")
+_MOST_REQUESTS = 10**6
 _POSITIVE = ("repetitions", "threads", "num_requests", "max_num_seqs", "max_num_batched_tokens")
 
 
@@ -198,7 +200,7 @@ def _read_results(path: Path) -> dict[str, Any]:
     try:
         results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _ = results["rows"], results["hardware"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"--from-json {str(path)!r} holds no results of `jaxllm compare`: {reason(error)}"
         ) from error
@@ -216,6 +218,10 @@ def check(args: argparse.Namespace) -> None:
     for name in ("repeat_within", "give_up_factor"):
         if not getattr(args, name) >= 1:
             raise ConfigError(f"{name}={getattr(args, name)} must be at least 1")
+    if not 0 < args.timeout < math.inf:
+        raise ConfigError(f"timeout={args.timeout} must be seconds, above 0")
+    if args.num_requests > _MOST_REQUESTS:
+        raise ConfigError(f"num_requests={args.num_requests} must be at most {_MOST_REQUESTS}")
     for name in _POSITIVE:
         if getattr(args, name) < 1:
             raise ConfigError(f"{name}={getattr(args, name)} must be at least 1")

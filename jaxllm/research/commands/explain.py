@@ -17,6 +17,7 @@ from jaxllm.research.ledger_report import ACTIONS, Comparison, accuracy, compare
 from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord
 from jaxllm.system.output_files import add_overwrite, check_writable
 
+_MOST_COLUMNS = 10_000
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _SERIES: Sequence[tuple[str, Callable[[StepRecord], int]]] = (
     ("waiting", lambda step: step.num_waiting),
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("top", "width"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.width is not None and args.width > _MOST_COLUMNS:
+        raise ConfigError(f"--width {args.width} is more columns than anybody sees: at most {_MOST_COLUMNS}")
     if args.other is not None and args.plot is not None:
         raise ConfigError("--plot draws one ledger: leave OTHER out, or --plot")
     if args.other is not None and args.width is not None:

@@ -28,6 +28,7 @@ _GIB, _MIB = 2**30, 2**20
 _LENGTHS = "512:128,2048:512,8192:1024"
 _CONCURRENCY = "1,16,64"
 _MAX_NUM_BATCHED_TOKENS = 8192
+_MOST_CLIENTS = 2**16
 _OF_PROGRAMS = ("every_bucket",)
 _ON_GPUS = ("tensor_parallel", "pipeline_parallel")
 _OF_SPEEDS = ("no_compile", "lengths", "concurrency", "within", *_ON_GPUS)
@@ -169,8 +170,10 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, name) != args.unless_given[name]:
             other = "--crossover" if args.crossover else "--no-compile"
             raise ConfigError(f"--{name.replace('_', '-')} means nothing with {other}; leave it out")
-    _numbers_of("--lengths", args.lengths or _LENGTHS, 2)
+    _numbers_of("--lengths", _LENGTHS if args.lengths is None else args.lengths, 2)
     args.clients = [one[0] for one in _numbers_of("--concurrency", args.concurrency, 1)]
+    if max(args.clients) > _MOST_CLIENTS:
+        raise ConfigError(f"--concurrency: {max(args.clients)} clients are more than {_MOST_CLIENTS}")
     args.gpus = [
         [one[0] for one in _numbers_of(f"--{name.replace('_', '-')}", getattr(args, name), 1)]
         for name in _ON_GPUS

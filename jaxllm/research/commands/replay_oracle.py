@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from jaxllm.errors import ConfigError, reason
 from jaxllm.research.bench.oracles import first_difference
+from jaxllm.system.json_text import parse
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     status = 0
     for path in args.traces:
         try:
-            found = first_difference(json.loads(path.read_text(encoding="utf-8")))
+            found = first_difference(parse(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"{path} is no record of decisions: {reason(error)}") from error
         print(f"{path}: {'the same decisions' if found is None else found}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, shown
+from jaxllm.system.json_text import parse
 
 MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS = 16, 256
 BLOCK_SIZE = 16
@@ -32,6 +34,16 @@ class Workload:
     """When requests come in a measurement of latency, if a trace says so; in seconds."""
 
     def __post_init__(self) -> None:
+        lists = self.prompts, self.max_tokens, *(self.prompts if isinstance(self.prompts, list) else ())
+        if not all(isinstance(one, list) for one in lists):
+            raise ConfigError(
+                f"workload {self.name!r}: prompts are lists of token ids, and max_tokens a list"
+            )
+        numbers = itertools.chain(self.max_tokens, *self.prompts)
+        if odd := [one for one in numbers if type(one) is not int or abs(one) >= 2**31]:
+            raise ConfigError(
+                f"workload {self.name!r}: {shown(odd[0])} is no token id, nor a number of tokens"
+            )
         if not self.prompts or len(self.prompts) != len(self.max_tokens):
             raise ConfigError(
                 f"{len(self.prompts)} prompts, {len(self.max_tokens)} max_tokens; one of each per request"
@@ -139,11 +151,11 @@ def _prompts_of(path: Path, tokenizer: str | None) -> Workload | None:
         ConfigError: prompts are text, and there is no tokenizer.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse(path.read_text(encoding="utf-8"))
         prompts, max_tokens = content["prompts"], content["max_tokens"]
     except (ValueError, KeyError, TypeError):
         return None
-    if any(isinstance(prompt, str) for prompt in prompts):
+    if isinstance(prompts, list) and any(isinstance(prompt, str) for prompt in prompts):
         if tokenizer is None:
             raise ConfigError(
                 f"{str(path)!r} has prompts of text: name a folder with a tokenizer, --tokenizer"

@@ -16,6 +16,7 @@ from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.predictors.store import Profile
 from jaxllm.research.shapes import Formats, read_model
 from jaxllm.research.simulator.gpu import UTILIZATION, blocks_beside, pool_blocks
+from jaxllm.system.options import checked_path
 
 HOST_BYTES = 4 * 2**30
 """Host memory for KV unless told otherwise, as of an engine; at most as many blocks as the device has."""
@@ -159,7 +160,7 @@ def _profile(costs: Any) -> Profile | None:
     if isinstance(costs, str) and (costs in _BY_NAME or ":" in costs):
         return None
     if isinstance(costs, str | os.PathLike):
-        if not Path(costs).is_file():
+        if not Path(checked_path("costs", costs)).is_file():
             hint = did_you_mean(os.fspath(costs), _BY_NAME)
             raise ConfigError(
                 f"costs={os.fspath(costs)!r}: {hint}it must be silicon, roofline, a profile's JSON file or "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from jaxllm.errors import ConfigError, reason
 from jaxllm.predictors.silicon_tables import MEASURED
 from jaxllm.research.validate.records import Figure, Load, Metric, Record, Server, shape_named
+from jaxllm.system.json_text import parse
 
 _DEVICES = {
     "A100": "A100-80GB",
@@ -49,7 +49,7 @@ def read_records(path: Path) -> list[Record]:
         ConfigError: it cannot be read, or has none of the forms.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path} ({reason(error)})") from error
     forms = (
@@ -57,7 +57,7 @@ def read_records(path: Path) -> list[Record]:
     )
     if text.lstrip()[:1] in ("[", "{"):
         try:
-            content = json.loads(text)
+            content = parse(text)
         except ValueError as error:
             raise ConfigError(f"{path}: no valid JSON ({error})") from error
         if isinstance(content, dict):

@@ -7,7 +7,7 @@ import numbers
 import operator
 from typing import NoReturn
 
-from jaxllm.errors import ConfigError, RequestError, shown
+from jaxllm.errors import ConfigError, JaxllmError, RequestError, shown
 
 MAX_REQUESTS = 2**25  # requests of a trace; the week-long public traces have 17 and 27 million
 MAX_LEN = 2**24  # tokens of a prompt or of an output; the largest max_model_len a scheduler takes
@@ -86,17 +86,19 @@ class BadRows:
         self.reasons: list[str] = []
         self._raises = on_bad == "raise"
 
-    def add(self, where: str, reason: str) -> None:
-        """Report a bad row; `where` names its file and line. The first ten reasons are kept.
+    def add(self, where: str, error: JaxllmError) -> None:
+        """Report what is wrong with a row; `where` names its file and line. The first ten are kept.
 
         Raises:
             RequestError: `on_bad` is `"raise"`.
         """
         if self._raises:
-            raise RequestError(f"{where}: {reason}. Repair it, or pass on_bad='skip'.")
+            way_out = ". Repair it, or pass on_bad='skip'."
+            said = RequestError(f"{where}: {error.told(()).rstrip('.')}")
+            raise said.or_else(**error.ways_out, on_bad=way_out) from error
         self.count += 1
         if len(self.reasons) < _NUM_REASONS:
-            self.reasons.append(f"{where}: {reason}")
+            self.reasons.append(f"{where}: {str(error).rstrip('.')}")
 
     def refuse_empty(self, name: str) -> NoReturn:
         """Raise: no row of file `name` could be used.

@@ -24,6 +24,7 @@ from jaxllm.research.workloads.datasets import read_rows
 from jaxllm.research.workloads.lengths import LognormalLengths, UniformLengths
 from jaxllm.research.workloads.seeding import Stream, generator
 from jaxllm.research.workloads.trace import Trace
+from jaxllm.system.options import checked_path
 from jaxllm.text.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def load_conversations(
     """
     limit = MAX_REQUESTS if limit is None else check_integer("limit", limit, 1, MAX_REQUESTS)
     common_len, max_len = _check_sizes(common_len, max_len, mean_think, arrivals)
-    file, bad = Path(path), BadRows(on_bad)
+    file, bad = Path(checked_path("path", path)), BadRows(on_bad)
     spoken: list[list[tuple[int, int]]] = []
     for where, row in read_rows(file, None, () if column is None else (column,)):
         try:
@@ -152,7 +153,7 @@ def load_conversations(
                 raise row
             spoken.append(_turns_of(row, column, tokenizer))
         except RequestError as error:
-            bad.add(where, str(error).rstrip("."))
+            bad.add(where, error)
         if len(spoken) == limit:
             break
     if not spoken:

@@ -22,6 +22,7 @@ from jaxllm.research.workloads.checks import (
     check_tokenizer,
 )
 from jaxllm.research.workloads.columns import as_lengths, as_texts, as_token_ids
+from jaxllm.system.options import checked_path
 from jaxllm.text.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def load_dataset_file(
         raise ConfigError("column must name the text that the tokenizer is to read, got None")
     max_prompt_len = check_integer("max_prompt_len", max_prompt_len, 1, MAX_LEN)
     limit = MAX_REQUESTS if limit is None else check_integer("limit", limit, 1, MAX_REQUESTS)
-    file = Path(path)
+    file = Path(checked_path("path", path))
     columns = [name for name in (column, length_column) if name is not None]
     rows, bad = read_rows(file, file_format, columns), BadRows(on_bad)
 
@@ -139,7 +140,7 @@ def load_dataset_file(
                 )
         except JaxllmError as error:
             del token_ids[len(prompt_lens) :]
-            bad.add(where, str(error).rstrip("."))
+            bad.add(where, error)
             continue
         prompt_lens.append(length)
         if tokenizer is None and text is not None:
@@ -169,9 +170,9 @@ def read_rows(file: Path, file_format: str | None, columns: Sequence[str]) -> It
         file_format = _SUFFIXES.get(file.suffix.lower())
         if file_format is None:
             raise ConfigError(
-                f"{str(file)!r}: the suffix {file.suffix!r} does not tell the format; pass file_format="
-                "'json', 'jsonl' or 'parquet'"
-            )
+                f"{str(file)!r}: the suffix {file.suffix!r} does not tell the format: call it .json, .jsonl "
+                "or .parquet"
+            ).or_else(file_format=", or pass file_format='json', 'jsonl' or 'parquet'")
     check_choice("file_format", file_format, ("json", "jsonl", "parquet"))
     if file_format == "parquet":
         return _read_parquet(file, columns)
@@ -184,10 +185,11 @@ def _read_json(file: Path) -> Iterator[tuple[str, _Row]]:
     except OSError as error:
         raise _unreadable(file, error) from error
     except (ValueError, RecursionError) as error:
-        hint = (
-            " If it has one object per line, pass file_format='jsonl'." if "Extra data" in str(error) else ""
-        )
-        raise ConfigError(f"{file}: no valid JSON ({error}).{hint}") from error
+        found = ConfigError(f"{file}: no valid JSON ({error}).")
+        if "Extra data" in str(error):
+            found = ConfigError(f"{found} If it has one object per line, call it .jsonl")
+            found.or_else(file_format=", or pass file_format='jsonl'")
+        raise found from error
     if not isinstance(rows, list):
         raise ConfigError(f"{file}: must be a JSON array of objects, not {type(rows).__name__}.")
     for number, row in enumerate(rows, 1):

@@ -42,6 +42,7 @@ from jaxllm.research.workloads.datasets import read_rows
 from jaxllm.research.workloads.fitting import TooLong, fit_trace
 from jaxllm.research.workloads.trace import Trace
 from jaxllm.research.workloads.trace_csv import load_trace_csv
+from jaxllm.system.options import checked_path
 from jaxllm.text.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -96,9 +97,7 @@ def load_trace(
         RequestError: a bad row, with file and line; or no row is usable.
         RequestTooLargeError: a request has more than `max_len` tokens.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"the path of a trace must be a string or a path, got {shown(path)}")
-    file = Path(path)
+    file = Path(checked_path("path", path))
     if file.suffix.lower() == ".gz":
         raise ConfigError(f"{file} is packed by gzip, which is not read here: unpack it first (gunzip -k)")
     if tokenizer is not None:
@@ -259,8 +258,8 @@ class _Reader:
         time = row.get("timestamp", 0.0)
         seconds = check_number("timestamp", time, -_MAX_CLOCK, _MAX_CLOCK) * _UNITS[self.unit]
         if abs(seconds) > _MAX_SECONDS:
-            raise RequestError(
-                f"timestamp={time} is of no date in {self.unit}: pass time_unit= (--time-unit), s or ms"
+            raise RequestError(f"timestamp={time} is of no date in {self.unit}").or_else(
+                time_unit=": pass time_unit= (--time-unit), s or ms"
             )
         return seconds
 
@@ -271,8 +270,8 @@ class _Reader:
         if len(names) != needed:
             raise RequestError(
                 f"has {len(names)} hash_ids, and input_length={length} is {needed} blocks of "
-                f"{self.hash_block_len} tokens: pass hash_block_len= (--hash-block-len)"
-            )
+                f"{self.hash_block_len} tokens"
+            ).or_else(hash_block_len=": pass hash_block_len= (--hash-block-len)")
         for name in names:
             if isinstance(name, bool) or not isinstance(name, int | str):
                 raise RequestError(f"hash_ids holds {shown(name, 60)}: names are integers or strings")
@@ -305,7 +304,7 @@ def _trace_of(
                 raise row
             one = reader.read(row)
         except JaxllmError as error:
-            bad.add(where, str(error).rstrip("."))
+            bad.add(where, error)
             continue
         if not (one["input"] and one["output"]):
             num_empty += 1
@@ -365,7 +364,9 @@ def _guidellm_rows(file: Path, content: Any, which: int | None) -> Iterator[tupl
     if not isinstance(benchmarks, list) or not benchmarks:
         raise ConfigError(f"{file}: must have a list of benchmarks")
     if which is None and len(benchmarks) > 1:
-        raise ConfigError(f"{file}: has {len(benchmarks)} benchmarks: pass benchmark= (--benchmark), from 0")
+        raise ConfigError(f"{file}: has {len(benchmarks)} benchmarks, and one is a trace").or_else(
+            benchmark=": pass benchmark= (--benchmark), from 0"
+        )
     which = check_integer("benchmark", which or 0, 0, len(benchmarks) - 1)
     requests = benchmarks[which].get("requests") if isinstance(benchmarks[which], Mapping) else None
     rows = requests.get("successful") if isinstance(requests, Mapping) else None

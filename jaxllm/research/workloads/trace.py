@@ -47,6 +47,7 @@ from jaxllm.research.workloads.columns import (
     check_count,
 )
 from jaxllm.research.workloads.seeding import random_token_ids
+from jaxllm.system.options import checked_path
 from jaxllm.system.output_files import check_writable
 
 _FORMAT = "jaxllm-trace"
@@ -295,13 +296,15 @@ class Trace:
             ConfigError: the file cannot be written; or it is there, and holds something, and is not to be
                 overwritten.
         """
-        check_writable({"cannot write the trace:": path}, overwrite=overwrite, way_out="pass overwrite=True")
+        target = Path(checked_path("path", path))
+        check_writable(
+            {"cannot write the trace:": target}, overwrite=overwrite, way_out="pass overwrite=True"
+        )
         content = {"format": _FORMAT, "version": _VERSION, **self._values()}
         lines = [
             f"{json.dumps(key)}: {json.dumps(value.tolist() if isinstance(value, np.ndarray) else value)}"
             for key, value in content.items()
         ]
-        target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             with open(temporary, "w", encoding="ascii") as file:
@@ -323,9 +326,9 @@ class Trace:
             ConfigError: the file cannot be read, or is no trace, or of another version.
             RequestError: a request in it is malformed.
         """
-        name = os.fspath(path)
+        name = checked_path("path", path)
         try:
-            content = json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
+            content = json.loads(Path(name).read_bytes(), parse_constant=_refuse_constant)
         except OSError as error:
             raise ConfigError(f"cannot read the trace {name!r} ({error.strerror}).") from error
         except (ValueError, RecursionError) as error:

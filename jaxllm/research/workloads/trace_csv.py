@@ -25,6 +25,7 @@ import numpy as np
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.research.workloads.checks import MAX_LEN, MAX_REQUESTS, BadRows, check_choice, check_integer
 from jaxllm.research.workloads.trace import Trace
+from jaxllm.system.options import checked_path
 
 KNOWN_COLUMNS: Mapping[str, tuple[str, str, str]] = {
     "Azure LLM inference trace": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
@@ -77,7 +78,7 @@ def load_trace_csv(
     """
     check_choice("on_zero", on_zero, ("raise", "skip", "one"))
     limit = MAX_REQUESTS if limit is None else check_integer("limit", limit, 1, MAX_REQUESTS)
-    file, bad = Path(path), BadRows(on_bad)
+    file, bad = Path(checked_path("path", path)), BadRows(on_bad)
     wanted = (arrival_column, input_column, output_column)
     num_zero = 0
     arrivals: list[int] = []
@@ -92,7 +93,7 @@ def load_trace_csv(
             if has_dates not in (None, is_date):
                 raise RequestError(f"column {columns[0]!r} mixes dates and seconds: {cells[0]!r}")
         except RequestError as error:
-            bad.add(where, str(error))
+            bad.add(where, error)
             continue
         if 0 in counts:
             num_zero += 1
