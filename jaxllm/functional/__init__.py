@@ -17,16 +17,8 @@ engine's; with `implementation="reference"` they can be transformed as well.
 """
 
 from jaxllm.functional.dense import Activations, logits, logprobs, loss, trace
-from jaxllm.functional.paged import (
-    Generated,
-    KVCache,
-    decode,
-    fork,
-    generate,
-    init_cache,
-    init_pool,
-    prefill,
-)
+from jaxllm.functional.generation import Generated, generate
+from jaxllm.functional.paged import KVCache, decode, fork, init_cache, init_pool, prefill
 
 __all__ = [
     "Activations",
