@@ -898,6 +898,20 @@ def test_nobody_waits_for_a_disk_that_hangs():
     transfers.close()
 
 
+def test_what_hung_is_not_written_as_what_begins_anew(tmp_path, monkeypatch):
+    gate, files = threading.Event(), keep(tmp_path)
+    write = files.write
+    monkeypatch.setattr(files, "write", lambda name, block: gate.wait() and write(name, block))
+    transfers = FileTransfers(files, most_writing=4, patience=0.05)
+    transfers.write([np.stack([block_of(0), block_of(1)])], NAMES[:2])
+    transfers.begin_anew("other weights")  # gives the disk up
+    gate.set()
+    until(lambda: transfers._writer.is_idle)
+    assert [name in keep(tmp_path) for name in NAMES[:2]] == [True, True]
+    assert [name in keep(tmp_path, "other weights") for name in NAMES[:2]] == [False, False]
+    transfers.close()
+
+
 def test_what_fails_of_writing_is_said_and_the_rest_is_written():
     files = Gated()
     files.gate.set()

@@ -85,7 +85,7 @@ class FileTransfers:
                 if self._writer.is_stuck or self._num_writing + piece.shape[0] > self._most_writing:
                     return
                 self._num_writing += piece.shape[0]
-            self._writer.submit(functools.partial(self._write, piece, inside))
+            self._writer.submit(functools.partial(self._write, self._files, piece, inside))
 
     def read(self, read: Read) -> None:
         """Start to read blocks."""
@@ -166,11 +166,12 @@ class FileTransfers:
         finally:
             reading.is_done = True
 
-    def _write(self, piece: jax.Array, names: list[BlockName | None]) -> None:
+    def _write(self, files: BlockFiles, piece: jax.Array, names: list[BlockName | None]) -> None:
+        """Write to the files of when it was told to: after a hang there may be others."""
         try:
             for block, name in zip(np.asarray(piece), names, strict=False):  # the rest of a piece is padding
                 if name is not None:
-                    self._files.write(name, block)
+                    files.write(name, block)
                     self._writer.note_progress()
         finally:
             with self._lock:
