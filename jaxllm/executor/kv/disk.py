@@ -139,6 +139,12 @@ class BlockFiles:
         """Whether a block was there when somebody last looked; asks the disk for nothing."""
         return self._path(name) in self._files
 
+    @property
+    def digests(self) -> list[str]:
+        """Of the names of this fingerprint's blocks that are believed in, in hex."""
+        with self._lock:
+            return [os.path.basename(path) for path in self._files if path.startswith(self._own)]
+
     def write(self, name: BlockName, block: np.ndarray) -> bool:
         """Keep a block, in place of the least recently used ones if there is no room.
 
