@@ -4,11 +4,14 @@ import json
 import socket
 import threading
 import time
+import types
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from jaxllm.engine.assembly import _keep_files
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.processes import settings_of
 from jaxllm.errors import EngineError
@@ -16,6 +19,8 @@ from jaxllm.executor.kv.agreement import AgreedFiles, Reporter
 from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.executor.kv.file_io import FileTransfers
 from jaxllm.executor.processes.wire import packed, receive
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.sched.cache.names import names_of, root
 from jaxllm.types import Read
 
@@ -310,6 +315,20 @@ def test_each_process_names_a_folder_of_its_own_or_none_does():
     none = settings_of(EngineConfig(**asked))
     assert one == other
     assert {name for name in one if one[name] != none[name]} == {"prefix_cache_dir"}
+
+
+def test_weights_of_each_process_tell_files_apart():
+    """Converted checkpoints are of other bytes wherever they are made: nobody compares them at the start."""
+    config = EngineConfig(prefix_cache_dir="files")
+    folder, made = demo_model_path(), []
+    sizes = types.SimpleNamespace(dtype="float32", formats=None, kv_dtype=None)
+    for weights in ("a", "a", "b"):
+        executor = mock.Mock(config=sizes, block_shape=SHAPE, device_kind="cpu")
+        executor.others.ask.side_effect = lambda name, weights=weights: {"loaded": {1: weights}}[name]
+        _keep_files(config, folder, executor, config_from_dict(read_hf_config(folder)), "reference", 4)
+        (_, fingerprint, *_) = executor.keep_files.call_args.args
+        made.append(fingerprint)
+    assert made[0] == made[1] != made[2]
 
 
 def test_names_are_the_same_after_they_were_told():

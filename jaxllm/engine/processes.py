@@ -175,7 +175,7 @@ def _follow(link: Follower, config: EngineConfig) -> None:
             )
     programs.set_result(StepPrograms(sizes.model_config, sizes.executor, model.placement))
     weights = placed(model, sizes, stored(config, model, sizes))
-    link.say("loaded")
+    link.say("loaded", None if config.prefix_cache_dir is None else weights_fingerprint(model.folder))
     worker = Worker(sizes.model_config, weights, sizes.executor, model.placement, programs.result())
     link.say("ready")
     _work(link, config, worker, told)

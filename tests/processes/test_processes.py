@@ -180,6 +180,7 @@ def test_files_of_the_prefix_cache_are_of_all_processes_or_missing(started, tmp_
     def answer(tokens=cold["tokens"]):
         found = did(leads, "answer")
         assert found["tokens"] == tokens
+        assert (found["preemptions"] > 0, found["swaps"]) == (True, 0)
         return found["read"]
 
     assert answer() > 0
