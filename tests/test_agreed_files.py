@@ -42,7 +42,7 @@ class Part(BlockFiles):
 
     def __init__(self, folder, rank):
         super().__init__(Path(folder) / str(rank), f"part {rank}", SHAPE, np.dtype("float32"), 2**20)
-        self.goes_on, self.fails = threading.Event(), False
+        self.goes_on, self.fails, self.is_full = threading.Event(), False, False
         self.goes_on.set()
 
     def _do(self, do, *arguments):
@@ -55,7 +55,7 @@ class Part(BlockFiles):
         return self._do(super().read, name)
 
     def write(self, name, block):
-        return self._do(super().write, name, block)
+        return not self.is_full and self._do(super().write, name, block)
 
 
 class Processes:
@@ -212,13 +212,14 @@ def test_nobody_waits_for_a_disk_that_hangs_anywhere(start, rank):
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_what_one_fails_to_write_is_not_found(start, rank):
+@pytest.mark.parametrize("how", ["fails", "is_full"])
+def test_what_one_fails_to_write_is_not_found(start, how, rank):
     processes = start()
-    processes.files[rank].fails = True
+    setattr(processes.files[rank], how, True)
     processes.written(NAMES[:2])
     assert processes.found() == []
     assert processes.agreed.write_room == MOST_WRITING // 2
-    processes.files[rank].fails = False
+    setattr(processes.files[rank], how, False)
     processes.written(NAMES[:2])
     assert processes.found() == [0, 1]
 
@@ -300,6 +301,7 @@ def test_what_all_begin_anew_finds_nothing_from_before(start):
     for rank, one in enumerate(processes.transfers):
         one.begin_anew(f"anew {rank}")
     assert processes.agreed.ended() == []
+    processes.written(NAMES[:2], ranks=[0])
     assert processes.found() == []
     assert processes.read(NAMES[:3]) == [False] * 3
     processes.written(NAMES[:2])
