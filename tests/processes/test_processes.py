@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from jaxllm.cluster.paths import for_workers
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.processes import lead
 from jaxllm.errors import ConfigError
+from jaxllm.executor.processes.links import Follower
 from jaxllm.executor.processes.wire import packed
 
 HERE = pathlib.Path(__file__).parent
@@ -247,6 +249,16 @@ def test_a_follower_ends_with_an_error_when_its_leader_is_gone(started):
     leads.kill()
     assert follows.wait(SECONDS) == 1
     assert "the leader at 127.0.0.1:" in follows.stderr.read()
+
+
+def test_what_fails_says_so_rather_than_that_its_leader_went(monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", codes := mock.Mock())
+    link = Follower.__new__(Follower)
+    link._connection = mock.Mock()
+    link.say("failed", "no room")
+    link.leave("the leader is gone")
+    assert capsys.readouterr().err == "jaxllm: error: no room\n"
+    codes.assert_called_once_with(1)
 
 
 @pytest.mark.parametrize("changed", [{"block_size": 16}, {"kv_cache_dtype": "bfloat16"}])

@@ -316,6 +316,8 @@ class Follower:
         settings: of this process, to be the leader's.
     """
 
+    _failure: str | None = None
+
     def __init__(self, address: tuple[str, int], rank: int, num_processes: int, settings: Settings) -> None:
         self._connection = Connection(_connected(address))
         sock = self._connection.sock
@@ -332,6 +334,8 @@ class Follower:
 
     def say(self, name: str, argument: Any = None) -> None:
         """Tell the leader something; if it is gone this process ends."""
+        if name == "failed":  # whereupon the leader goes
+            self._failure = argument
         try:
             self._connection.send(name, argument)
         except OSError as error:
@@ -360,7 +364,11 @@ class Follower:
         threading.Thread(target=run, name="jaxllm-leader", daemon=True).start()
 
     def leave(self, reason: str | None = None) -> None:
-        """End this process, whatever its other threads wait for: well, or for a reason, which is printed."""
+        """End this process, whatever its other threads wait for: well, or for a reason, which is printed.
+
+        If it has failed that is the reason.
+        """
+        reason = self._failure or reason
         if reason is not None:
             with contextlib.suppress(Exception):
                 print(f"jaxllm: error: {reason}", file=sys.stderr, flush=True)
