@@ -27,6 +27,7 @@ from jaxllm.types import Read
 NAMES = names_of(range(80), 4, root())
 NUMBERS = {name: number for number, name in enumerate(NAMES)}
 SHAPE = (2, 3)
+FILE_BYTES = 24 + 16 + 16 + 6 * 4  # header, checksum, tokens, numbers
 MOST_WRITING = 8
 PATIENCE = 0.2
 FOLLOWERS = (1, 2)
@@ -222,6 +223,21 @@ def test_what_one_fails_to_write_is_not_found(start, how, rank):
     setattr(processes.files[rank], how, False)
     processes.written(NAMES[:2])
     assert processes.found() == [0, 1]
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_what_one_lets_go_of_is_not_found(start, rank):
+    processes = start()
+    processes.files[rank].max_bytes = 2 * FILE_BYTES
+    processes.written(NAMES[:3])
+    assert processes.found() == [1, 2]
+    assert all(len(other.digests) <= 3 for other in processes.agreed._others.values())
+    processes.path(rank, NAMES[1]).unlink()  # as another engine does
+    processes.files[rank]._rescan()
+    processes.agreed.ended()
+    assert processes.found() == [2]
+    if rank:
+        assert len(processes.agreed._others[rank].digests) == 1
 
 
 @pytest.mark.parametrize("rank", FOLLOWERS)

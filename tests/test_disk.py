@@ -815,7 +815,7 @@ def test_no_more_blocks_wait_to_be_written_than_may():
     """Pieces beyond the limit are left out, whole, and what is written makes room."""
 
     class Slow:
-        shape, dtype, written = (2,), np.dtype(np.float32), []
+        shape, dtype, written, changes = (2,), np.dtype(np.float32), [], None
 
         def write(self, name, block):
             gate.wait()
@@ -838,7 +838,7 @@ def test_no_more_blocks_wait_to_be_written_than_may():
 class Gated:
     """Files on a disk that does nothing until the gate is open, and fails once after that."""
 
-    shape, dtype = (2,), np.dtype(np.float32)
+    shape, dtype, changes = (2,), np.dtype(np.float32), None
 
     def __init__(self):
         self.gate, self.written, self.num_failures = threading.Event(), [], 0

@@ -7,7 +7,6 @@ is read, and the block is missing for all.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ class Reporter:
 
     def __init__(self, own: FileTransfers) -> None:
         self._own = own
-        own.found = self._found = collections.deque(own.digests)
+        self._changes = own.watch()
         self._said = own.num_taken, own.write_room, own.is_settled
 
     @property
@@ -43,18 +42,18 @@ class Reporter:
         """What has changed since the last report: numbers, digests and reads; None if nothing has.
 
         The blocks it was given to write and the room for more, and whether all is written that will be;
-        digests of blocks that are there now, in hex; and of reads that have ended the handles, and whether
-        each block was there.
+        digests of blocks, in hex, and whether they are there now; and of reads that have ended the handles,
+        and whether each block was there.
         """
         ended = [[read.handle, was_there] for read, was_there in self._own.ended()]
         state = self._own.num_taken, self._own.write_room, self._own.is_settled
-        if not ended and not self._found and state == self._said:
+        if not ended and not self._changes and state == self._said:
             return None
         self._said = state
         return self._report(ended)
 
     def _report(self, ended: list[Any]) -> list[Any]:
-        return [*self._said, [self._found.popleft() for _ in range(len(self._found))], ended]
+        return [*self._said, [self._changes.popleft() for _ in range(len(self._changes))], ended]
 
 
 @dataclasses.dataclass
@@ -158,12 +157,13 @@ class AgreedFiles:
         return all(other.is_settled and other.num_taken == num_told for other in self._others.values())
 
     def _hear(self, news: Iterable[tuple[int, Any]]) -> None:
-        for rank, (num_taken, write_room, is_settled, digests, ended) in news:
+        for rank, (num_taken, write_room, is_settled, changes, ended) in news:
             other = self._others[rank]
             other.num_taken, other.write_room, other.is_settled = num_taken, write_room, is_settled
             for handle, was_there in ended:
                 self._answer(rank, handle, was_there)
-            other.digests.update(digests)  # some may have been written after they were missing
+            for digest, is_there in changes:  # some may have been written after they were missing
+                (other.digests.add if is_there else other.digests.discard)(digest)
 
     def _answer(self, rank: int, handle: int, was_there: Sequence[bool]) -> None:
         """Note how a read has ended, unless it was given up; who lacks a block is not taken to have it."""

@@ -43,7 +43,6 @@ class FileTransfers:
 
     Attributes:
         num_taken: blocks that it was ever given to write.
-        found: digests, in hex, of the blocks that are in files, for whoever puts a list here and empties it.
     """
 
     def __init__(self, files: BlockFiles, most_writing: int, patience: float | None = None) -> None:
@@ -53,7 +52,6 @@ class FileTransfers:
             _Worker(name, patience) for name in ("kv-writer", "kv-reader", "kv-looker")
         )
         self.num_taken = self._num_writing = 0
-        self.found: collections.deque[str] | None = None
         self._is_passing = False  # whether nobody will know the blocks after this run
         self._lock = threading.Lock()
         self._reads: collections.deque[_Reading] = collections.deque()
@@ -75,10 +73,13 @@ class FileTransfers:
         self._looker.wait(lambda: bool(found), _SECONDS_TO_LOOK)
         return found == [True]
 
-    @property
-    def digests(self) -> list[str]:
-        """See `BlockFiles`."""
-        return self._files.digests
+    def watch(self) -> collections.deque[tuple[str, bool]]:
+        """Digests of blocks, in hex, and whether they are there: first those that are, then what changes.
+
+        Whoever asks for it has to empty it.
+        """
+        self._files.changes = collections.deque((digest, True) for digest in self._files.digests)
+        return self._files.changes
 
     @property
     def is_reading(self) -> bool:
@@ -171,6 +172,7 @@ class FileTransfers:
             self._files.clear()
         old, self._is_passing = self._files, True
         self._files = BlockFiles(old.folder, fingerprint, old.shape, old.dtype, old.max_bytes)
+        self._files.changes, old.changes = old.changes, None
 
     def close(self) -> None:
         """Write what is under way, and let go of the threads."""
@@ -206,8 +208,8 @@ class FileTransfers:
                 if name is not None:
                     files.write(name, block)
                     self._writer.note_progress()
-                    if self.found is not None and files.believes_in(name):
-                        self.found.append(name.digest.hex())
+                    if files.changes is not None and files.believes_in(name):
+                        files.changes.append((name.digest.hex(), True))
         finally:
             with self._lock:
                 self._num_writing -= piece.shape[0]
