@@ -40,7 +40,9 @@ class ReadAhead:
         state, host = self._state, self._state.host
         for handle, was_there in ended:
             places, names, before = state.being_read.pop(handle)
-            self._learn(now - max(self._began.pop(handle), self._last_ended), len(places))
+            seconds = now - max(self._began.pop(handle), self._last_ended)
+            if any(was_there):  # else it was given up, and says nothing of reads that are not
+                self._learn(seconds, len(places))
             for place, name, is_there in zip(places, names, was_there, strict=True):
                 if is_there and handle not in self._is_stale:
                     host.name(place, name)

@@ -815,7 +815,7 @@ def test_no_more_blocks_wait_to_be_written_than_may():
     """Pieces beyond the limit are left out, whole, and what is written makes room."""
 
     class Slow:
-        shape, dtype, written = (2,), np.dtype(np.float32), []
+        shape, dtype, written, changes = (2,), np.dtype(np.float32), [], None
 
         def write(self, name, block):
             gate.wait()
@@ -838,7 +838,7 @@ def test_no_more_blocks_wait_to_be_written_than_may():
 class Gated:
     """Files on a disk that does nothing until the gate is open, and fails once after that."""
 
-    shape, dtype = (2,), np.dtype(np.float32)
+    shape, dtype, changes = (2,), np.dtype(np.float32), None
 
     def __init__(self):
         self.gate, self.written, self.num_failures = threading.Event(), [], 0
@@ -878,11 +878,8 @@ def test_nobody_waits_for_a_disk_that_hangs():
     until(lambda: transfers._reader.is_stuck and transfers._writer.is_stuck)
     transfers.read(reads[1])
     ended = transfers.ended()
-    assert [(read, was_there) for read, _, was_there in ended] == [
-        (reads[0], [False] * 3),
-        (reads[1], [False]),
-    ]
-    assert [[len(piece) for piece in pieces] for _, pieces, _ in ended] == [[2, 1], [1]]
+    assert ended == [(reads[0], [False] * 3), (reads[1], [False])]
+    assert [[len(piece) for piece in transfers.take(read.handle)] for read in reads] == [[2, 1], [1]]
     assert "known" not in transfers
     transfers.write([np.zeros((1, 2), np.float32)], ["g"])  # given up
     assert transfers.write_room == 4
@@ -893,8 +890,23 @@ def test_nobody_waits_for_a_disk_that_hangs():
     assert "unknown" in transfers
     transfers.read(reads[1])
     transfers.wait(60.0)
-    ((_, (piece,), was_there),) = transfers.ended()
-    assert (piece.tolist(), was_there) == ([[1.0, 1.0]], [True])
+    assert transfers.ended() == [(reads[1], [True])]
+    (piece,) = transfers.take(reads[1].handle)
+    assert piece.tolist() == [[1.0, 1.0]]
+    transfers.close()
+
+
+def test_what_hung_is_not_written_as_what_begins_anew(tmp_path, monkeypatch):
+    gate, files = threading.Event(), keep(tmp_path)
+    write = files.write
+    monkeypatch.setattr(files, "write", lambda name, block: gate.wait() and write(name, block))
+    transfers = FileTransfers(files, most_writing=4, patience=0.05)
+    transfers.write([np.stack([block_of(0), block_of(1)])], NAMES[:2])
+    transfers.begin_anew("other weights")  # gives the disk up
+    gate.set()
+    until(lambda: transfers._writer.is_idle)
+    assert [name in keep(tmp_path) for name in NAMES[:2]] == [True, True]
+    assert [name in keep(tmp_path, "other weights") for name in NAMES[:2]] == [False, False]
     transfers.close()
 
 

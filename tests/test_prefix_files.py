@@ -175,6 +175,21 @@ def test_a_policy_says_what_it_is_worth_to_wait_for():
     scheduler.check()
 
 
+def test_a_disk_that_hung_once_is_read_again():
+    scheduler = impatient_scheduler(set(names_of(make_request(0, 12))), offload := Impatient())
+    scheduler.add(make_request(0, 14, 2))
+    scheduler.schedule(0.0)
+    (read,) = scheduler.take_reads()
+    take(scheduler, scheduler.schedule(60.0, CopyProgress(read=[(read.handle, [False] * 3)])))  # given up
+    while scheduler.has_unfinished:
+        take(scheduler, scheduler.schedule(60.0))
+    scheduler.reset_prefix_cache()
+    scheduler.add(make_request(1, 14, 2))
+    assert scheduler.schedule(61.0).is_empty
+    assert [len(read.names) for read in scheduler.take_reads()] == [3]
+    assert offload.asked == [(3, 0.0)] * 2
+
+
 def test_who_is_not_to_wait_for_the_rest_still_waits_for_what_is_coming():
     names = names_of(make_request(0, 20))
     scheduler = impatient_scheduler(files=set(names), offload=(offload := Impatient()))

@@ -341,6 +341,8 @@ def _keep_files(
         "matmul_precision": getattr(jax.config, "jax_default_matmul_precision"),  # noqa: B009, mypy
         "versions": {"jaxllm": jaxllm.__version__, "jax": jax.__version__, "numerics": _NUMERICS_VERSION},
     }
+    if executor.others is not None:  # converted checkpoints may be unlike each other
+        about["weights of others"] = sorted(executor.others.ask("loaded").items())
     if own_code := _own_code(kernels, ARCHITECTURES[model_config.architecture].model):
         about["own_code"] = own_code
     return executor.keep_files(

@@ -152,9 +152,10 @@ class EngineConfig:
         prefix_cache_dir: Folder in which the prefix cache outlives the engine, in files that other engines of
             the same model and weights may read and write at the same time. Every full block is copied to the
             host, and from there to a file; a quarter of `num_host_blocks` is for those on that way.
-            `LLM.reset_prefix_cache` leaves the files alone.
-        prefix_cache_dir_bytes: Most bytes of these files, by default 16GiB; the least recently used ones go
-            first.
+            `LLM.reset_prefix_cache` leaves the files alone. Each process of an engine (`nnodes`) names a
+            folder for its part of each block: the same on a shared disk, or one of its own.
+        prefix_cache_dir_bytes: Most bytes of all these files in a folder, whoever keeps them there; by
+            default 16GiB. The least recently used ones go first.
         profile_seconds: Measure costs for so long at start if no profile of this model and device is stored;
             by default 10 s on devices nothing is known of. For the others there are kernels measured by
             others, or the roofline of their data sheet.
@@ -323,11 +324,6 @@ class EngineConfig:
             raise ConfigError(
                 f"what drafts ({drafts.method}) is on one device of one process, and nnodes={count}: draft "
                 "by lookup (ngram, suffix)"
-            )
-        if self.prefix_cache_dir is not None:
-            raise ConfigError(
-                f"prefix_cache_dir={shown(self.prefix_cache_dir)} has whole blocks, of which a process has a "
-                f"part, and nnodes={count}: leave one of them out"
             )
         for one in self.logits_processors or ():
             if not isinstance(one, str):

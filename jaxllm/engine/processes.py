@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import pathlib
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from jaxllm.engine import sizing
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.models import Model, placements, read_model
 from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.executor.kv.agreement import Reporter
 from jaxllm.executor.kv.disk import weights_fingerprint
 from jaxllm.executor.processes.links import Follower, Leader
 from jaxllm.executor.step_programs import Key, StepPrograms
@@ -28,17 +30,20 @@ _OF_EACH = frozenset(
     {
         *("node_rank", "model", "tokenizer", "revision", "download", "download_dir", "skip_tokenizer_init"),
         *("scheduler_policy", "costs", "profile_seconds", "ledger", "async_scheduling", "warm_up"),
-        *("compilation_cache_dir", "enable_prefix_caching", "seed"),
+        *("compilation_cache_dir", "prefix_cache_dir", "enable_prefix_caching", "seed"),
     }
 )
 """Settings that a follower need not have: of where its files are, and of what the leader alone decides."""
 _MOST_STEPS = 2
+_SECONDS_TO_LOOK = 0.01
 
 
 def settings_of(config: EngineConfig) -> dict[str, str]:
     """The settings that all processes of an engine must have, as text."""
     names = [field.name for field in dataclasses.fields(config) if field.name not in _OF_EACH]
-    return {name: repr(getattr(config, name)) for name in names}
+    has_folder = config.prefix_cache_dir is not None
+    settings = {name: repr(getattr(config, name)) for name in names}
+    return {**settings, "prefix_cache_dir": "a folder of its own" if has_folder else "None"}
 
 
 def lead(config: EngineConfig, params: Mapping[str, Any] | None) -> Leader:
@@ -171,14 +176,36 @@ def _follow(link: Follower, config: EngineConfig) -> None:
             )
     programs.set_result(StepPrograms(sizes.model_config, sizes.executor, model.placement))
     weights = placed(model, sizes, stored(config, model, sizes))
-    link.say("loaded")
+    link.say("loaded", None if config.prefix_cache_dir is None else weights_fingerprint(model.folder))
     worker = Worker(sizes.model_config, weights, sizes.executor, model.placement, programs.result())
     link.say("ready")
+    _work(link, config, worker, told)
+
+
+def _work(
+    link: Follower, config: EngineConfig, worker: Worker, told: queue.SimpleQueue[tuple[str, list[Any]]]
+) -> None:
+    """Do one operation after another, and tell between them what has become of files, until the end."""
     under_way: collections.deque[Any] = collections.deque()
+    reporter: Reporter | None = None
     while True:
-        name, arguments = told.get()
+        is_busy = reporter is not None and reporter.is_busy
+        if reporter is not None and (news := reporter.news()) is not None:
+            link.say("news", news)
+        try:
+            name, arguments = told.get(timeout=_SECONDS_TO_LOOK if is_busy else None)
+        except queue.Empty:
+            continue
         if name == "end":
+            worker.close_files()
             return
+        if name == "keep_files":
+            assert config.prefix_cache_dir is not None  # as at the leader
+            worker.open_files(pathlib.Path(config.prefix_cache_dir).expanduser(), *arguments)
+            assert worker.transfers is not None
+            reporter = Reporter(worker.transfers)
+            link.say("kept", reporter.kept())
+            continue
         result = OPERATIONS[name](worker, *arguments)
         if name == "run":
             under_way.append(result.sampled.tokens)

@@ -17,8 +17,8 @@ from jaxllm.errors import ConfigError, EngineError
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.drafter import Drafter
 from jaxllm.executor.fastest import FASTEST, AttentionShape, candidates, fastest
+from jaxllm.executor.kv.agreement import AgreedFiles
 from jaxllm.executor.kv.disk import BlockFiles
-from jaxllm.executor.kv.file_io import FileTransfers
 from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.executor.pending import Apart, PendingStep
 from jaxllm.executor.placement import Placement
@@ -83,7 +83,7 @@ class ModelExecutor(Worker):
         self._table_sizes = np.zeros(config.max_num_seqs, np.int32)  # blocks of each that the device knows
         self._slot_sampling = np.zeros(config.max_num_seqs, np.int32)  # `Sampling` of each
         self._is_released = False
-        self._transfers: FileTransfers | None = None
+        self._files: AgreedFiles | None = None
         self._prompt_keys = {size: config.prompt_key(size) for size in config.buckets.sizes}
         self._draft_keys = {size: config.draft_key(size) for size in config.buckets.sizes}
         if config.implementation == FASTEST:
@@ -259,8 +259,8 @@ class ModelExecutor(Worker):
     def release(self) -> None:
         """Let go of weights, pool and programs: nothing will be executed any more."""
         self._is_released = True
-        if self._transfers is not None:
-            self._transfers.close()
+        if self.transfers is not None:
+            self.transfers.close()
         if self.drafter is not None:
             self.drafter.release()
         self.let_go_of_all()
@@ -272,58 +272,66 @@ class ModelExecutor(Worker):
     ) -> BlockFiles:
         """Write what of the prefix cache is copied to the host to files, too, and read these when told to.
 
+        Each process of an engine has files of its part of blocks.
+
         Args:
-            folder: where they are, with those of others.
+            folder: where they are, with those of others; the other processes have folders of their own.
             fingerprint: of all that makes these blocks others than those of another engine.
             max_bytes: most bytes of all of them.
             most_writing: blocks of host memory that may wait to be written; of more than that some never are.
 
         Raises:
             ConfigError: the folder cannot be made, or describes other blocks.
+            EngineError: that of another process.
         """
-        pool = self._state.pool
-        files = BlockFiles(folder, fingerprint, pool.shape[1:], np.dtype(pool.dtype), max_bytes)
-        self._transfers = FileTransfers(files, most_writing)
+        if self.others is not None:
+            self.others.tell("keep_files", [fingerprint, max_bytes, most_writing])
+        files = self.open_files(folder, fingerprint, max_bytes, most_writing)
+        assert self.transfers is not None
+        self._files = AgreedFiles(self.transfers, self.others)
         return files
 
     def forget_files(self, fingerprint: str) -> None:
         """Read none of the blocks that are in files; what follows has another fingerprint, of this run."""
-        if self._transfers is not None:
-            self._transfers.begin_anew(fingerprint)
+        if self._files is not None:
+            self._files.forget()
+            self.begin_files_anew(fingerprint)
 
     @property
     def file_index(self) -> FileIndex | None:
         """What can be read from files; None without."""
-        return self._transfers
+        return self._files
 
     @under_jax_defaults
     def transfer(self, scheduled: SchedulerOutput) -> None:
         """Do what an iteration that computes nothing has to copy and to let go of, and give up all reads."""
         if self.swapper is not None:
             self._swap(self.swapper, scheduled)
-        if self._transfers is not None:
-            self._transfers.cancel_reads()
+        if self._files is not None:
+            self._files.forget_reads()
+            self.cancel_reads()
 
     def read(self, reads: Sequence[Read]) -> None:
         """Start to read blocks from files; `copies` tells when they are in host memory."""
-        assert self._transfers is not None  # whoever asks knows of files
+        assert self._files is not None  # whoever asks knows of files
         for read in reads:
-            self._transfers.read(read)
+            self._files.expect(read)
+            self.read_files(read.handle, read.names)
 
     @property
     def write_room(self) -> int | None:
         """Blocks that may be copied out to be written to files, as `copies` says; None without files."""
-        return None if self._transfers is None else self._transfers.write_room
+        return None if self._files is None else self._files.write_room
 
     def wait_for_files(self, seconds: float) -> None:
         """Wait until a read has ended, or if there is none something is written; at most so long."""
-        if self._transfers is not None:
-            self._transfers.wait(seconds)
+        if self._files is not None:
+            self._files.wait(seconds)
 
     def flush_files(self) -> None:
         """Wait until all blocks that were copied to the host are in files, or the disk does nothing."""
-        if self._transfers is not None:
-            self._transfers.flush()
+        if self._files is not None:
+            self._files.flush()
 
     @under_jax_defaults
     def drop(self, pieces: Collection[HostPiece]) -> None:
@@ -336,14 +344,13 @@ class ModelExecutor(Worker):
         """How far the copies between device and host are."""
         if self.swapper is None:
             return NO_COPIES
-        read = []
-        for one, pieces, was_there in self._transfers.ended() if self._transfers is not None else ():
-            self.put(one.handle, pieces)
-            read.append((one.handle, was_there))
+        if self._files is None:
+            return self.swapper.progress()
+        read = self._files.ended()
+        for handle, _ in read:
+            self.put(handle)
         progress = self.swapper.progress()
-        if self._transfers is None:
-            return progress
-        return dataclasses.replace(progress, read=read, write_room=self._transfers.write_room)
+        return dataclasses.replace(progress, read=read, write_room=self._files.write_room)
 
     @under_jax_defaults
     def settle_copies(self) -> None:
@@ -622,9 +629,9 @@ class ModelExecutor(Worker):
                 [(swap.block_ids, swap.host_blocks) for swap in scheduled.swap_in],
                 [(swap.handle, swap.block_ids, swap.host_blocks) for swap in scheduled.load],
             )
-        if self._transfers is not None:
+        if self._files is not None:
             for swap in scheduled.swap_out:
-                self._transfers.write(swapper.held(swap.handle), swap.names)
+                self.write_files(swap.handle, swap.names)
         opened = {chunk.request for chunk in scheduled.prefill if chunk.is_first}
         for swap in (*scheduled.joined, *scheduled.swap_in):
             request = swap.request

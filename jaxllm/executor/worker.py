@@ -1,12 +1,13 @@
 """What a process does of an executor, on its own devices: weights, pool, programs and copies.
 
-Its `operation`s take numbers alone, so that of several processes one decides, and the others do the same in
-the same order: programs of all devices have to be started by every process (`executor.processes`).
+Its `operation`s take numbers and names alone, so that of several processes one decides, and the others do the
+same in the same order: programs of all devices have to be started by every process (`executor.processes`).
 """
 
 from __future__ import annotations
 
 import functools
+import pathlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -17,6 +18,8 @@ import numpy as np
 
 from jaxllm.errors import CapacityError
 from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.kv.disk import BlockFiles
+from jaxllm.executor.kv.file_io import FileTransfers
 from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.executor.placement import Placement
 from jaxllm.executor.programs import STATE_SPECS, EngineState, ProgramKey, state_shapes
@@ -29,7 +32,7 @@ from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.registry import Params
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
-from jaxllm.types import MAX_PIECE_BLOCKS, HostBlock, HostPiece
+from jaxllm.types import MAX_PIECE_BLOCKS, BlockName, HostBlock, HostPiece, Read
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -48,6 +51,22 @@ class Others(Protocol):
 
     def tell(self, name: str, arguments: Sequence[Any]) -> None:
         """Have each of them do an operation, after those before it.
+
+        Raises:
+            EngineError: one of them is gone.
+        """
+        ...
+
+    def ask(self, name: str) -> dict[int, Any]:
+        """What each of them says of something, waited for, by rank.
+
+        Raises:
+            EngineError: one of them is gone.
+        """
+        ...
+
+    def news(self, seconds: float = 0.0) -> list[tuple[int, Any]]:
+        """Ranks, and what these have said of themselves since the last call; waited for at most so long.
 
         Raises:
             EngineError: one of them is gone.
@@ -126,6 +145,7 @@ class Worker:
             *map(placement.stages[0].put, PackedSlotParams.host_zeros(config.max_num_seqs))
         )
         self._logits: jax.Array | None = None
+        self.transfers: FileTransfers | None = None
         self.swapper: BlockSwapper | None = None
         if config.num_host_blocks:
             most = max(self._max_blocks, MAX_PIECE_BLOCKS)  # the prefix cache's go together
@@ -263,16 +283,67 @@ class Worker:
         self._state = self._state._replace(pool=self._placement.with_local_part(self._state.pool, pool))
 
     @operation
-    def put(self, handle: int, pieces: Sequence[np.ndarray]) -> None:
-        """Keep blocks in host memory that were read from files, whole ones."""
-        assert self.swapper is not None
-        self.swapper.put(handle, pieces)
-
-    @operation
     def warm_up_copies(self) -> None:
         """Compile every program that copies."""
         if self.swapper is not None:
             self._keep(self.swapper.warm_up(self._placement.local_part(self._state.pool)))
+
+    # Files
+
+    def open_files(
+        self, folder: pathlib.Path, fingerprint: str, max_bytes: int, most_writing: int
+    ) -> BlockFiles:
+        """Have files of blocks, or of this process's part of them; see `ModelExecutor.keep_files`."""
+        pool = self._placement.local_part(self._state.pool)
+        fingerprint = self._of_part(fingerprint)
+        files = BlockFiles(folder, fingerprint, pool.shape[1:], np.dtype(pool.dtype), max_bytes)
+        self.transfers = FileTransfers(files, most_writing)
+        return files
+
+    def _of_part(self, fingerprint: str) -> str:
+        """Of what this process has of blocks: nobody has the same who shares them otherwise."""
+        if self._placement.local is self._placement:
+            return fingerprint
+        part = f"part {jax.process_index()} of {jax.process_count()}, of {self._placement.width} devices"
+        return f"{fingerprint} {part}, on {self._device.device_kind}"
+
+    @operation
+    def begin_files_anew(self, fingerprint: str) -> None:
+        """See `FileTransfers.begin_anew`."""
+        assert self.transfers is not None
+        self.transfers.begin_anew(self._of_part(fingerprint))
+
+    @operation
+    def write_files(self, handle: int, names: Sequence[BlockName | None]) -> None:
+        """Write what was copied out to files."""
+        assert self.swapper is not None
+        assert self.transfers is not None
+        self.transfers.write(self.swapper.held(handle), names)
+
+    @operation
+    def read_files(self, handle: int, names: Sequence[BlockName]) -> None:
+        """Start to read blocks from files."""
+        assert self.transfers is not None
+        self.transfers.read(Read(handle, tuple(names)))
+
+    @operation
+    def put(self, handle: int) -> None:
+        """Keep blocks in host memory that were read from files, as far as they were there."""
+        assert self.swapper is not None
+        assert self.transfers is not None
+        self.swapper.put(handle, self.transfers.take(handle))
+
+    @operation
+    def cancel_reads(self) -> None:
+        """Forget what is being read from files, and what was read and is not `put`."""
+        assert self.transfers is not None
+        self.transfers.cancel_reads()
+
+    def close_files(self) -> None:
+        """Write what is under way, unless the disk does nothing, and no more."""
+        if self.transfers is not None:
+            self.transfers.close()
+            self.transfers.flush()
 
     # Memory
 

@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from jaxllm.cluster.paths import for_workers
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.processes import lead
 from jaxllm.errors import ConfigError
+from jaxllm.executor.processes.links import Follower
 from jaxllm.executor.processes.wire import packed
 
 HERE = pathlib.Path(__file__).parent
@@ -90,6 +92,33 @@ def wait_for(process, name):
     raise AssertionError(process.stderr.read())
 
 
+def did(process, what):
+    """Have a leader that takes steps do one; what it says of it."""
+    process.stdin.write(what + "\n")
+    process.stdin.flush()
+    for line in process.stdout:
+        if line.startswith("{"):
+            found = json.loads(line)
+            assert "error" not in found, found
+            return found
+    raise AssertionError(process.stderr.read())
+
+
+def parts(folder):
+    """Where the files of each process of two are, by rank."""
+    found = {}
+    for about in folder.glob("*/about.json"):
+        fingerprint = json.loads(about.read_text())["fingerprint"]
+        for rank in range(2):
+            if f"part {rank} of 2, of 2 devices" in fingerprint:
+                found[rank] = about.parent
+    return found
+
+
+def blocks(folder):
+    return sorted(path for path in folder.glob("??/*") if not path.name.startswith("."))
+
+
 def drafting(method):
     return {"speculative_config": {"method": method, "num_speculative_tokens": 4, "policy": "fixed"}}
 
@@ -115,6 +144,76 @@ def test_tokens_are_those_of_one_device(started, policy, others, drafts):
     assert found["preemptions"] > 0
     assert bool(drafts) == (found.get("kept", 0) > 0)
     assert (found["swaps"] > 0) == (policy == "vllm_swap")
+
+
+def test_files_of_the_prefix_cache_are_of_all_processes_or_missing(started, tmp_path):
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    files = {"prefix_cache_dir": str(shared)}
+    settings = two(**files)
+    follows = follower(started, settings)
+    leads = leader(started, {**settings, "scheduler_policy": "swap_if_it_fits"}, "steps")
+    wait_for(leads, "made")
+    cold = did(leads, "answer")
+    assert (cold["read"], cold["swaps"] > 0) == (0, True)
+    assert did(leads, "answer")["tokens"] == cold["tokens"]
+    leads.stdin.write("answer\n" * 20)
+    leads.stdin.flush()
+    follows.kill()  # in the middle of something
+    assert "node_rank=1 is lost" in results(leads)["error"]
+    assert all(map(blocks, parts(shared).values()))
+
+    alone = leader(started, {**SIZES, **files}, "steps")
+    wait_for(alone, "made")
+    first = did(alone, "answer")
+    assert (first["tokens"], first["read"]) == (cold["tokens"], 0)  # nothing of others is its own
+    did(alone, "update")
+    others = did(alone, "answer")["tokens"]
+    assert others != cold["tokens"]
+    assert results(alone) == {}
+
+    theirs = own / parts(shared)[1].name  # on a disk of its own
+    own.mkdir()
+    parts(shared)[1].rename(theirs)
+    settings = two(**files)
+    follows = follower(started, {**settings, "prefix_cache_dir": str(own)})
+    leads = leader(started, {**settings, "scheduler_policy": "vllm_v1"}, "steps")
+    wait_for(leads, "made")
+
+    def answer(tokens=cold["tokens"]):
+        found = did(leads, "answer")
+        assert found["tokens"] == tokens
+        assert (found["preemptions"] > 0, found["swaps"]) == (True, 0)
+        return found["read"]
+
+    assert answer() > 0
+    for number, path in enumerate(blocks(theirs)):
+        if number % 3:
+            content = bytearray(path.read_bytes())
+            content[-1 - number % 90] ^= 1 << number % 8
+            path.write_bytes(content[: None if number % 3 == 1 else -1])
+    answer()
+    for path in blocks(theirs):
+        path.unlink()
+    assert answer() == 0
+    assert answer() > 0  # they were written again
+    os.mkfifo(hung := tmp_path / "hung")
+    for path in blocks(theirs):
+        path.unlink()
+        path.hardlink_to(hung)  # whoever opens it waits
+    assert answer() == 0
+    assert answer() == 0  # they were written again, and are not read
+    os.close(os.open(hung, os.O_WRONLY | os.O_NONBLOCK))  # one did wait
+    answer()
+    assert answer() > 0
+    did(leads, "update")
+    assert answer(others) == 0
+    assert answer(others) > 0
+    did(leads, "sleep")
+    assert answer(others) > 0
+    assert results(leads) == {}
+    assert follows.wait(SECONDS) == 0
+    assert [path for path in own.glob("*") if blocks(path)] == [theirs]
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 @pytest.mark.parametrize("then", ["stream", "idle"])
@@ -150,6 +249,16 @@ def test_a_follower_ends_with_an_error_when_its_leader_is_gone(started):
     leads.kill()
     assert follows.wait(SECONDS) == 1
     assert "the leader at 127.0.0.1:" in follows.stderr.read()
+
+
+def test_what_fails_says_so_rather_than_that_its_leader_went(monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", codes := mock.Mock())
+    link = Follower.__new__(Follower)
+    link._connection = mock.Mock()
+    link.say("failed", "no room")
+    link.leave("the leader is gone")
+    assert capsys.readouterr().err == "jaxllm: error: no room\n"
+    codes.assert_called_once_with(1)
 
 
 @pytest.mark.parametrize("changed", [{"block_size": 16}, {"kv_cache_dtype": "bfloat16"}])
@@ -210,7 +319,6 @@ def test_strangers_are_sent_away(started):
             {"speculative_config": {"method": "medusa", "model": "heads"}},
             r"what drafts \(medusa\).*: draft by lookup",
         ),
-        ({"prefix_cache_dir": "files"}, "prefix_cache_dir='files' has whole blocks"),
         ({"logits_processors": [max]}, "is a function of this process, and nnodes=2: name it as"),
         ({"nnodes": 1, "master_port": 5}, "master_port=5 is where several processes meet, and nnodes=1: set"),
         ({"master_addr": ""}, "master_addr='' must be a host name or an address"),

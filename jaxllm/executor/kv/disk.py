@@ -9,6 +9,7 @@ elsewhere is a miss, so that nothing has to be flushed when it is written.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import hashlib
@@ -25,7 +26,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,6 +87,10 @@ class BlockFiles:
         dtype: of a block.
         max_bytes: most bytes of all blocks in `folder`.
 
+    Attributes:
+        changes: digests of names in hex, and whether these blocks of this fingerprint are there: one for each
+            that is lost, for whoever puts a queue here and empties it.
+
     Raises:
         ConfigError: an argument is invalid, `folder` cannot be made, or its blocks of this fingerprint are
             said to be others.
@@ -113,6 +118,7 @@ class BlockFiles:
         self._files: dict[str, _File] = {}  # by path, as believed; replaced as a whole by a scan
         self._oldest: list[tuple[int, bool, str]] = []  # heap of times, foreign or not, paths; some outdated
         self._num_bytes = self._num_reserved = self._num_unseen = 0
+        self.changes: collections.deque[tuple[str, bool]] | None = None
         self._changed: set[str] | None = None  # paths that a scan which is under way may have missed
         self._warned: set[object] = set()
         try:
@@ -138,6 +144,12 @@ class BlockFiles:
     def believes_in(self, name: BlockName) -> bool:
         """Whether a block was there when somebody last looked; asks the disk for nothing."""
         return self._path(name) in self._files
+
+    @property
+    def digests(self) -> list[str]:
+        """Of the names of this fingerprint's blocks that are believed in, in hex."""
+        with self._lock:
+            return [os.path.basename(path) for path in self._files if path.startswith(self._own)]
 
     def write(self, name: BlockName, block: np.ndarray) -> bool:
         """Keep a block, in place of the least recently used ones if there is no room.
@@ -282,9 +294,15 @@ class BlockFiles:
     def _forget(self, path: str) -> None:
         """Believe that a file is not there. The lock is held."""
         file = self._files.pop(path, None)
-        self._num_bytes -= 0 if file is None else file.size
+        if file is not None:
+            self._num_bytes -= file.size
+            self._tell_lost([path])
         if self._changed is not None:
             self._changed.add(path)
+
+    def _tell_lost(self, paths: Iterable[str]) -> None:
+        if self.changes is not None:
+            self.changes += [(os.path.basename(path), False) for path in paths if path.startswith(self._own)]
 
     def _age(self, path: str, file: _File) -> tuple[int, bool, str]:
         return file.used_ns, not path.startswith(self._own), path
@@ -353,6 +371,7 @@ class BlockFiles:
                 for path in changed:
                     found.pop(path, None)
                 found |= {path: self._files[path] for path in changed & self._files.keys()}
+                self._tell_lost(self._files.keys() - found.keys())
                 self._files, self._changed = found, None
                 self._num_bytes = sum(file.size for file in found.values())
                 self._sort()

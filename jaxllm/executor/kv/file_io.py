@@ -40,6 +40,9 @@ class FileTransfers:
         files: where the blocks are.
         most_writing: most blocks that wait to be written; of more than that some never are.
         patience: in seconds; `PATIENCE_SECONDS` if None.
+
+    Attributes:
+        num_taken: blocks that it was ever given to write.
     """
 
     def __init__(self, files: BlockFiles, most_writing: int, patience: float | None = None) -> None:
@@ -48,10 +51,11 @@ class FileTransfers:
         self._writer, self._reader, self._looker = (
             _Worker(name, patience) for name in ("kv-writer", "kv-reader", "kv-looker")
         )
-        self._num_writing = 0
+        self.num_taken = self._num_writing = 0
         self._is_passing = False  # whether nobody will know the blocks after this run
         self._lock = threading.Lock()
         self._reads: collections.deque[_Reading] = collections.deque()
+        self._pieces: dict[int, list[np.ndarray]] = {}  # of reads that have ended, by handle
         _open.add(self)
         for worker in (self._writer, self._reader, self._looker):
             weakref.finalize(self, worker.stop).atexit = False
@@ -69,6 +73,29 @@ class FileTransfers:
         self._looker.wait(lambda: bool(found), _SECONDS_TO_LOOK)
         return found == [True]
 
+    def watch(self) -> collections.deque[tuple[str, bool]]:
+        """Digests of blocks, in hex, and whether they are there: first those that are, then what changes.
+
+        Whoever asks for it has to empty it.
+        """
+        self._files.changes = collections.deque((digest, True) for digest in self._files.digests)
+        return self._files.changes
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether `ended` has not told of a read yet."""
+        return bool(self._reads)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether blocks wait to be written, if only for a disk that does nothing."""
+        return not self._writer.is_idle
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything is written, or the disk does nothing any more."""
+        return self._writer.is_idle or self._writer.is_stuck
+
     @property
     def write_room(self) -> int:
         """Blocks that may be copied out to be written; half of what may wait is for those of victims."""
@@ -79,13 +106,14 @@ class FileTransfers:
     def write(self, pieces: Sequence[jax.Array], names: Sequence[BlockName | None]) -> None:
         """Write blocks that have names, in pieces one after another, when they have reached the host."""
         rest = iter(names)
+        self.num_taken += sum(piece.shape[0] for piece in pieces)
         for piece in pieces:
             inside = list(itertools.islice(rest, piece.shape[0]))
             with self._lock:
                 if self._writer.is_stuck or self._num_writing + piece.shape[0] > self._most_writing:
                     return
                 self._num_writing += piece.shape[0]
-            self._writer.submit(functools.partial(self._write, piece, inside))
+            self._writer.submit(functools.partial(self._write, self._files, piece, inside))
 
     def read(self, read: Read) -> None:
         """Start to read blocks."""
@@ -94,8 +122,8 @@ class FileTransfers:
         if not reading.is_done:
             self._reader.submit(lambda: self._read(reading))
 
-    def ended(self) -> list[tuple[Read, list[np.ndarray], list[bool]]]:
-        """Reads that have ended, their pieces, and whether each block was there."""
+    def ended(self) -> list[tuple[Read, list[bool]]]:
+        """Reads that have ended, and whether each block was there; `take` gives them."""
         found = []
         while self._reads and (self._reads[0].is_done or self._reader.is_stuck):
             reading = self._reads.popleft()
@@ -103,8 +131,13 @@ class FileTransfers:
             if not reading.is_done:
                 reading.is_cancelled = True
                 pieces, was_there = self._nothing(len(was_there))
-            found.append((reading.read, pieces, was_there))
+            self._pieces[reading.read.handle] = pieces
+            found.append((reading.read, was_there))
         return found
+
+    def take(self, handle: int) -> list[np.ndarray]:
+        """The pieces of a read that has ended, once; zeros where a block was not there."""
+        return self._pieces.pop(handle)
 
     def wait(self, seconds: float) -> None:
         """Wait until the next read has ended, or without any until something is written; at most so long."""
@@ -117,7 +150,7 @@ class FileTransfers:
 
     def flush(self) -> None:
         """Wait until everything is written, or the disk does nothing any more."""
-        while not (self._writer.is_idle or self._writer.is_stuck):
+        while not self.is_settled:
             self._writer.wait(lambda: self._writer.is_idle, 0.1)
 
     def cancel_reads(self) -> None:
@@ -125,6 +158,7 @@ class FileTransfers:
         for reading in self._reads:
             reading.is_cancelled = True
         self._reads.clear()
+        self._pieces.clear()
 
     def begin_anew(self, fingerprint: str) -> None:
         """Know none of the blocks any more; keep those to come under a fingerprint that ends with this run.
@@ -138,6 +172,7 @@ class FileTransfers:
             self._files.clear()
         old, self._is_passing = self._files, True
         self._files = BlockFiles(old.folder, fingerprint, old.shape, old.dtype, old.max_bytes)
+        self._files.changes, old.changes = old.changes, None
 
     def close(self) -> None:
         """Write what is under way, and let go of the threads."""
@@ -166,12 +201,15 @@ class FileTransfers:
         finally:
             reading.is_done = True
 
-    def _write(self, piece: jax.Array, names: list[BlockName | None]) -> None:
+    def _write(self, files: BlockFiles, piece: jax.Array, names: list[BlockName | None]) -> None:
+        """Write to the files of when it was told to: after a hang there may be others."""
         try:
             for block, name in zip(np.asarray(piece), names, strict=False):  # the rest of a piece is padding
                 if name is not None:
-                    self._files.write(name, block)
+                    files.write(name, block)
                     self._writer.note_progress()
+                    if files.changes is not None and files.believes_in(name):
+                        files.changes.append((name.digest.hex(), True))
         finally:
             with self._lock:
                 self._num_writing -= piece.shape[0]

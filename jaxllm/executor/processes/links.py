@@ -86,6 +86,7 @@ class Leader:
         self._is_over = False
         self._compiled: dict[Key, set[int]] = {}
         self._answers: dict[str, dict[int, Any]] = {}
+        self._news: list[tuple[int, Any]] = []
         self._followers: dict[int, Connection] = {}
         try:
             with socket.create_server(address) as server:
@@ -172,6 +173,8 @@ class Leader:
                     elif name == "ready":
                         connection.sock.settimeout(_PATIENCE)
                         self._answers.setdefault(name, {})[rank] = None
+                    elif name == "news":
+                        self._news.append((rank, arguments[0]))
                     elif name != "beat":
                         self._answers.setdefault(name, {})[rank] = arguments[0]
                     self._changed.notify_all()
@@ -227,6 +230,14 @@ class Leader:
             )
             self.check()
             return self._answers[name]
+
+    def news(self, seconds: float = 0.0) -> list[tuple[int, Any]]:
+        """See `worker.Others`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost is not None or self._news, seconds)
+            self.check()
+            news, self._news = self._news, []
+            return news
 
     def compile(self, key: Key) -> Callable[[], None]:
         """Have a program compiled by all; what it returns waits until they have, or raises `EngineError`."""
@@ -305,6 +316,8 @@ class Follower:
         settings: of this process, to be the leader's.
     """
 
+    _failure: str | None = None
+
     def __init__(self, address: tuple[str, int], rank: int, num_processes: int, settings: Settings) -> None:
         self._connection = Connection(_connected(address))
         sock = self._connection.sock
@@ -321,6 +334,8 @@ class Follower:
 
     def say(self, name: str, argument: Any = None) -> None:
         """Tell the leader something; if it is gone this process ends."""
+        if name == "failed":  # whereupon the leader goes
+            self._failure = argument
         try:
             self._connection.send(name, argument)
         except OSError as error:
@@ -349,7 +364,11 @@ class Follower:
         threading.Thread(target=run, name="jaxllm-leader", daemon=True).start()
 
     def leave(self, reason: str | None = None) -> None:
-        """End this process, whatever its other threads wait for: well, or for a reason, which is printed."""
+        """End this process, whatever its other threads wait for: well, or for a reason, which is printed.
+
+        If it has failed that is the reason.
+        """
+        reason = self._failure or reason
         if reason is not None:
             with contextlib.suppress(Exception):
                 print(f"jaxllm: error: {reason}", file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from jaxllm.errors import EngineError
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey
 from jaxllm.executor.slot_params import Sampling
-from jaxllm.types import HostBlock, HostPiece
+from jaxllm.types import BlockName, HostBlock, HostPiece
 
 _HEAD = struct.Struct(">QQ")
 MAX_FIRST_BYTES = 2**20
@@ -29,13 +29,16 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "ProgramKey": lambda *numbers: ProgramKey(*numbers)._replace(sampling=Sampling(numbers[3])),
     "RowsKey": lambda rows, sampling: RowsKey(rows, Sampling(sampling)),
     "TakeKey": TakeKey,
+    "BlockName": lambda digest, tokens, number: BlockName(
+        bytes.fromhex(digest), bytes.fromhex(tokens), number
+    ),
     "HostBlock": HostBlock,
     "HostPiece": HostPiece,
 }
 
 
 def packed(name: str, arguments: Sequence[Any]) -> bytes:
-    """A message. Arguments are None, bools, numbers, text, arrays, keys of programs, and lists of these."""
+    """A message: its arguments are None, bools, numbers, text, arrays, keys, names, and lists of these."""
     arrays: list[bytes] = []
 
     def plain(value: Any) -> Any:
@@ -45,6 +48,8 @@ def packed(name: str, arguments: Sequence[Any]) -> bytes:
             return {_ARRAY: [array.dtype.name, list(array.shape)]}
         if isinstance(value, np.integer):
             return int(value)
+        if isinstance(value, BlockName):
+            return {"BlockName": [value.digest.hex(), value.tokens.hex(), value.number]}
         if type(value).__name__ in _NAMED:
             return {type(value).__name__: [int(one) for one in value]}
         if isinstance(value, list | tuple):
