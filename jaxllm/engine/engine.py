@@ -514,6 +514,8 @@ class Engine:
     def _add(self, states: Sequence[RequestState]) -> None:
         if self._failure is not None or self.is_asleep:
             raise self._refusal()
+        if not self._states:
+            self.scheduler.faults.take()  # of those who ended before, and whom nobody asked about since
         ids = [state.request.request_id for state in states]
         for used in (*(state.sampled_for for state in states), *ids):
             if used is not None and self.is_live(used):
