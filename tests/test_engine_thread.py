@@ -416,7 +416,7 @@ def test_what_was_raised_about_a_request_given_up_before_ends_no_later_call(prom
     for _ in range(2):
         llm.engine.add_request("one", prompts[0], GREEDY)
         getattr(llm.engine, how)("one")
-    with pytest.raises(UserCodeError, match="Learning.ended raised KeyError"):
+    with pytest.raises(UserCodeError, match=r"Learning.ended raised KeyError"):
         llm.engine.step()
     llm.engine.add_request("one", prompts[0], GREEDY)
     getattr(llm.engine, how)("one")
@@ -424,6 +424,19 @@ def test_what_was_raised_about_a_request_given_up_before_ends_no_later_call(prom
     assert (
         llm.generate(prompts[:1], GREEDY, use_tqdm=False)[0].token_ids == golden_data(NAME)["greedy"][0][:12]
     )
+
+
+def test_an_id_may_be_used_again_before_its_end_is_told(llm, prompts):
+    engine = llm.engine
+    for params in (LONG, GREEDY):
+        engine.add_request("one", prompts[0], params)
+        if params is LONG:
+            engine.abort("one")
+    found = []
+    while engine.has_unfinished_requests:
+        found += engine.step()
+    assert [(one.request_id, one.finish_reason) for one in found] == [("one", "abort"), ("one", "length")]
+    assert found[1].token_ids == golden_data(NAME)["greedy"][0][:12]
 
 
 def test_a_lost_token_is_an_error(llm, prompts):
