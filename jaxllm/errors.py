@@ -139,11 +139,11 @@ def path_of(found: object) -> str:
 def blame(
     owner: object, method: str, error: Exception, request_id: str | None = None, way_out: str = ""
 ) -> Exception:
-    """What to raise where a method of a user's object raised: itself, if it is an error of this package."""
+    """What to raise where a method of a user's object raised: itself, if it is named or refuses an answer."""
     name = f"{path_of(owner)}.{method}"
     if isinstance(error, UserCodeError):
         error.about(request_id, name)
-    if isinstance(error, JaxllmError) or not is_outside(owner):
+    if isinstance(error, ConfigError | UserCodeError) or not is_outside(owner):
         return error
     place = traceback.extract_tb(error.__traceback__)[-1]
     found = UserCodeError(

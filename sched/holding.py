@@ -54,9 +54,9 @@ class Holding:
             return
         request.program_arrival_time = turn.program_arrival_time
         if turn.next_turn is None:
+            self._policy.came_back(max(0.0, request.arrival_time - turn.ended_at))
             turn.next_turn = request
             self._claimed[turn] = turn in self._held
-            self._policy.came_back(max(0.0, request.arrival_time - turn.ended_at))
 
     def keep(self, request: Request, now: float) -> None:
         """Hold the blocks of a request that has ended, if it is worth that.
@@ -91,10 +91,10 @@ class Holding:
             request = turn.next_turn
             assert request is not None
             began = request.metrics.first_scheduled_time
-            if began is None and not request.is_finished:
+            if began is None and self._state.live.get(request.request_id) is request:
                 continue
             del self._claimed[turn]
-            if began is None:  # it was given up, and may be sent again
+            if began is None:  # it was refused or given up, and may be sent again
                 turn.next_turn = None
                 continue
             if not was_held:

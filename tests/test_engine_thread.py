@@ -20,7 +20,7 @@ from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.executor.pending import PendingStep
 from jaxllm.predictors.lengths import TrueLength
-from jaxllm.sched.policies import SchedulerPolicy, SwapIfItFits
+from jaxllm.sched.policies import LatestArrivalVictim, SchedulerPolicy, SwapIfItFits
 
 NAME = "llama_gqa"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -400,6 +400,43 @@ def test_a_length_predictor_that_raises_ends_the_calls_but_not_the_engine(prompt
     assert (
         llm.generate(prompts[:1], GREEDY, use_tqdm=False)[0].token_ids == golden_data(NAME)["greedy"][0][:12]
     )
+
+
+@pytest.mark.parametrize("how", ["abort", "drop"])
+def test_what_was_raised_about_a_request_given_up_before_ends_no_later_call(prompts, how):
+    class Learning(LatestArrivalVictim):
+        broken = True
+
+        def ended(self, request, *, is_whole):
+            if self.broken:
+                raise KeyError("lost")
+
+    victim = Learning()
+    llm = make_llm(golden_checkpoint(NAME), scheduler_policy=SchedulerPolicy(victim=victim))
+    for _ in range(2):
+        llm.engine.add_request("one", prompts[0], GREEDY)
+        getattr(llm.engine, how)("one")
+    with pytest.raises(UserCodeError, match=r"Learning.ended raised KeyError"):
+        llm.engine.step()
+    llm.engine.add_request("one", prompts[0], GREEDY)
+    getattr(llm.engine, how)("one")
+    type(victim).broken = False
+    assert (
+        llm.generate(prompts[:1], GREEDY, use_tqdm=False)[0].token_ids == golden_data(NAME)["greedy"][0][:12]
+    )
+
+
+def test_an_id_may_be_used_again_before_its_end_is_told(llm, prompts):
+    engine = llm.engine
+    for params in (LONG, GREEDY):
+        engine.add_request("one", prompts[0], params)
+        if params is LONG:
+            engine.abort("one")
+    found = []
+    while engine.has_unfinished_requests:
+        found += engine.step()
+    assert [(one.request_id, one.finish_reason) for one in found] == [("one", "abort"), ("one", "length")]
+    assert found[1].token_ids == golden_data(NAME)["greedy"][0][:12]
 
 
 def test_a_lost_token_is_an_error(llm, prompts):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from scheduler_helpers import LinearCosts, make_request, make_scheduler, pools, take
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, UserCodeError
 from jaxllm.sched.policies import MoreUrgentFirst, ProgramFCFS, SchedulerPolicy, TimeToLive
 from jaxllm.sched.presets import make_preset
 
@@ -188,8 +188,47 @@ def test_conversations_are_followed_where_nothing_is_held():
 def test_what_is_no_time_is_refused(answer):
     scheduler = holding(answer)
     scheduler.add(request_of(0, range(9), 0.0))
+    play(scheduler, 0.0)
     with pytest.raises(ConfigError, match="predict seconds of at least 0"):
-        play(scheduler, 0.0)
+        scheduler.schedule(1.0)
+
+
+class Refusing(Fixed):
+    """Raises when a turn comes back, or as a priority."""
+
+    reads, follows_programs, is_broken = (), True, ""
+
+    def came_back(self, seconds):
+        if self.is_broken == "hold":
+            raise KeyError("lost")
+        super().came_back(seconds)
+
+    def score(self, request, now):
+        if self.is_broken == "priority":
+            raise KeyError("lost")
+        return -request.program_arrival_time
+
+    def group(self, request):
+        return None
+
+
+@pytest.mark.parametrize("broken", ["hold", "priority"])
+def test_a_turn_that_was_refused_claims_nothing(broken):
+    policy = Refusing(5.0)
+    preset = dataclasses.replace(make_preset("continuum", LinearCosts()), hold=policy, priority=policy)
+    scheduler = make_scheduler(preset, enable_prefix_caching=True, num_gpu_blocks=8)
+    scheduler.add(request_of(0, range(9), 0.0))
+    play(scheduler, 0.0)
+    policy.is_broken = broken
+    with pytest.raises(UserCodeError, match="lost"):
+        scheduler.add(request_of(1, [*range(9), 0, 5], 1.0))
+    policy.is_broken = ""
+    scheduler.schedule(1.2)
+    assert scheduler.held_block_ids == [0, 1]
+    scheduler.schedule(6.0)
+    assert scheduler.held_block_ids == []
+    scheduler.add(request_of(2, [*range(9), 0, 5], 7.0))
+    assert policy.gaps[-1] == 7.0
 
 
 @pytest.mark.parametrize(("gap", "num_tokens", "expected"), [(3.0, 40, 3.0), (3.0, 4, 0.0)])

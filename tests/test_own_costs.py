@@ -16,7 +16,7 @@ from variants import golden_checkpoint
 from jaxllm import LLM, EngineConfig, SamplingParams
 from jaxllm.cli.main import main
 from jaxllm.engine.ledgers import read_ledger
-from jaxllm.errors import ConfigError, UserCodeError
+from jaxllm.errors import ConfigError, ProfileError, RequestError, UserCodeError
 from jaxllm.predictors.base import CheckedCosts
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.own import check_costs, own_costs
@@ -221,7 +221,7 @@ def test_what_a_calibration_corrects_is_named_where_it_raises():
 class Own(OnlineCalibration):
     """Breaks in the methods that it is told to."""
 
-    broken = ()
+    broken, error = (), KeyError
 
     def step_seconds(self, *work):
         return self._answer("step_seconds", work)
@@ -237,7 +237,7 @@ class Own(OnlineCalibration):
 
     def _answer(self, name, work):
         if name in self.broken:
-            raise KeyError(name)
+            raise self.error(name)
         return getattr(super(), name)(*work)
 
 
@@ -248,24 +248,28 @@ def run(llm):
 
 
 @pytest.mark.parametrize(
-    ("broken", "policy"),
+    ("broken", "policy", "error"),
     [
-        ("step_seconds", "vllm_v1"),
-        ("observe_bounds", "vllm_v1"),
-        ("swap_out_seconds", "vllm_v1"),  # asked by the ledger alone
-        ("swap_out_seconds", "paper"),
+        ("step_seconds", "vllm_v1", KeyError),
+        ("observe_bounds", "vllm_v1", KeyError),
+        ("observe_bounds", "vllm_v1", ProfileError),  # such as what a stored profile is refused with
+        ("swap_out_seconds", "vllm_v1", KeyError),  # asked by the ledger alone
+        ("swap_out_seconds", "paper", RequestError),
     ],
 )
-def test_a_calibration_that_raises_is_named_and_the_engine_goes_on(broken, policy, tmp_path):
+def test_a_calibration_that_raises_is_named_and_the_engine_goes_on(broken, policy, error, tmp_path):
     own = Own(Flat())
+    own.error = error
     sizes = {"num_gpu_blocks_override": 30, "num_host_blocks": 30, "ledger": str(tmp_path / "one.jsonl")}
     llm = make_llm(golden_checkpoint("llama_gqa"), costs=own, scheduler_policy=policy, **sizes)
     assert llm.costs is own
     expected = run(llm)
     own.broken = (broken,)
-    with pytest.raises(UserCodeError, match=rf"test_own_costs:Own.{broken}\(.*\) raised KeyError") as raised:
+    with pytest.raises(
+        UserCodeError, match=rf"test_own_costs:Own.{broken}\(.*\) raised {error.__name__}"
+    ) as raised:
         run(llm)
-    assert isinstance(raised.value.__cause__, KeyError)
+    assert isinstance(raised.value.__cause__, error)
     own.broken = ()
     assert run(llm) == expected
     own.broken = ("report",)

@@ -1,5 +1,6 @@
 """Programs compile in the order of need, in threads, and steps wait for their own only."""
 
+import dataclasses
 import gc
 import threading
 import time
@@ -8,6 +9,7 @@ import jax
 import pytest
 from checkpoint_helpers import golden_checkpoint
 from engine_helpers import make_llm
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from jaxllm import SamplingParams
 from jaxllm.executor import sampling_programs, step_programs
@@ -427,11 +429,73 @@ def test_two_engines_of_the_same_programs_compute_side_by_side():
 
 def test_other_settings_of_jax_make_other_programs(monkeypatch):
     first, tokens = lowers(monkeypatch)
-    with jax.default_matmul_precision("highest"):
-        assert lowers(monkeypatch) == (first, tokens)
-    assert lowers(monkeypatch) == ([], tokens)
+    for expected in (first, []):
+        with jax.default_matmul_precision("highest"):
+            assert lowers(monkeypatch) == (expected, tokens)
+        assert lowers(monkeypatch) == ([], tokens)
     jax.clear_caches()
     assert lowers(monkeypatch) == (first, tokens)
+
+
+def test_any_thread_compiles_with_the_precision_that_the_engine_was_made_with(monkeypatch):
+    found, lower = set(), StepPrograms._lower
+
+    def noted(self, key):
+        found.add(jax.config.jax_default_matmul_precision)
+        return lower(self, key)
+
+    monkeypatch.setattr(StepPrograms, "_lower", noted)
+    with jax.default_matmul_precision("highest"):
+        llm = make_llm(golden_checkpoint(NAME))
+    llm.generate([[3, 5, 7]], SamplingParams(logprobs=-1, max_tokens=2), use_tqdm=False)
+    assert found == {"highest"}
+
+
+def test_what_surrounds_jax_without_being_a_setting_makes_other_programs(shared):
+    made_from = [shared.settings()]
+    for surrounding in (jax.set_mesh(jax.make_mesh((1,), ("x",))), set_xla_metadata(number="1")):
+        with surrounding:
+            assert shared.settings() == shared.settings()
+            made_from.append(shared.settings())
+    assert len(set(made_from)) == 3
+    shared.keep(made_from[0], "plain")
+    with jax.numpy_rank_promotion("raise"):  # which nobody has asked about before
+        shared.settings()
+    assert shared.find(shared.settings()) == "plain"
+    jax.clear_caches()
+    assert shared.settings() not in made_from
+    assert shared.find(made_from[0]) is None
+
+
+def test_what_changes_while_it_compiles_is_not_kept(monkeypatch, programs, shared):
+    made, gate = programs
+    monkeypatch.setattr(made, "_is_ours", True)
+    let_through(gate, SMALL)
+    made.get(SMALL)
+    assert len(shared._programs) == 1
+    made.close()
+
+    def changed(key):
+        made.chosen[SMALL._replace(sampling=Sampling.GREEDY)] = "xla"
+        return gate.lower(key)
+
+    shared._programs.clear()
+    monkeypatch.setattr(made, "_lower", changed)
+    monkeypatch.setattr(made, "_config", dataclasses.replace(made._config, implementation="fastest"))
+    made.get(SMALL)
+    assert not shared._programs
+
+
+def test_a_users_own_configuration_shares_nothing(programs):
+    made = StepPrograms(*(getattr(programs[0], name) for name in ("_model_config", "_config", "_placement")))
+
+    class Own(type(made._model_config)):
+        """May read what changes."""
+
+    fields = {one.name: getattr(made._model_config, one.name) for one in dataclasses.fields(Own)}
+    own = StepPrograms(Own(**fields), made._config, made._placement)
+    assert made._made_from(SMALL) is not None
+    assert own._made_from(SMALL) is None
 
 
 class Favour:

@@ -143,7 +143,7 @@ class Engine:
         self._arrivals = itertools.count()
         self._states: dict[str, RequestState] = {}
         self._samples: dict[str, list[str]] = {}  # ids of live samples, by that of their request
-        self._builders: dict[str, OutputBuilder] = {}
+        self._builders: dict[RequestState, OutputBuilder] = {}  # ids may be used again before ends are told
         self._num_following = 0  # requests whose masks depend on their outputs
         self._beyond_steps: collections.Counter[int] = collections.Counter()  # live requests, by their flags
         self._unready: set[str] = set()  # those whose programs are being compiled
@@ -227,8 +227,7 @@ class Engine:
                 deadline=deadline,
             )
             self._add([state for state, _ in prepared])
-            for state, builder in prepared:
-                self._builders[state.request.request_id] = builder
+            self._builders.update(prepared)
 
     def prepare(
         self,
@@ -346,7 +345,7 @@ class Engine:
                 for state in states:
                     self.scheduler.finish(state.request, "error")
                     self._forget(state)
-                    self._builders.pop(state.request.request_id, None)
+                    self._builders.pop(state, None)
 
     def check_dropped(self, num_dropped: int, num_tokens: int, params: SamplingParams) -> None:
         """Raise if so many of a prompt's tokens cannot be cut at its front; see `InputProcessor`."""
@@ -514,6 +513,8 @@ class Engine:
     def _add(self, states: Sequence[RequestState]) -> None:
         if self._failure is not None or self.is_asleep:
             raise self._refusal()
+        if not self._states:
+            self.scheduler.faults.take()  # of those who ended before, and whom nobody asked about since
         ids = [state.request.request_id for state in states]
         for used in (*(state.sampled_for for state in states), *ids):
             if used is not None and self.is_live(used):
@@ -753,9 +754,11 @@ class Engine:
             if state.sink is not None:
                 state.sink(state, delta)
                 continue
-            request_id = state.request.request_id
-            output = self._builders[request_id].add(delta)
+            builder = self._builders.get(state)
+            if builder is None:  # it was dropped
+                continue
+            output = builder.add(delta)
             if output is not None:
                 self._reports.append(output)
             if delta.finish_reason is not None:
-                del self._builders[request_id]
+                del self._builders[state]

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+import numpy as np
 
 _MAX_PROGRAMS = 128
 
@@ -22,42 +23,44 @@ class SharedPrograms:
     def __init__(self, max_programs: int = _MAX_PROGRAMS) -> None:
         self._max_programs, self._lock = max_programs, threading.Lock()
         self._programs: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
-        self._num_traced = self._num_seen = 0
-        self._traced = jax.jit(self._count)
+        self._num_traced = 0
+        self._newest: dict[str, int] = {}  # traced under each of the settings
+        self._traced = jax.jit(self._trace)
+
+    def settings(self) -> Hashable:
+        """What JAX may make other programs under: its settings, all that surrounds a trace, and its caches.
+
+        JAX keeps one trace for each surrounding, of which some is no setting, such as a mesh. One that it
+        has forgotten under settings that were seen is traced anew, and then no program is kept.
+        """
+        with self._lock:
+            number, settings = self._traced.eval_shape().shape[0], _settings()
+            if number > self._newest.setdefault(settings, number):
+                self._newest = {settings: number}
+                self._programs.clear()
+            return number, settings
 
     def find(self, made_from: Hashable | None) -> Any | None:
         """One that was kept, or None."""
-        if made_from is None:
-            return None
-        made_from = made_from, _settings()
         with self._lock:
-            self._forget_if_cleared()
             if made_from in self._programs:
                 self._programs.move_to_end(made_from)
             return self._programs.get(made_from)
 
     def keep(self, made_from: Hashable | None, program: Any) -> None:
-        """Keep one for those made from the same, under the same settings of JAX; of None nobody is."""
+        """Keep one for those made from the same, `settings` among it; of None nobody is."""
         if made_from is None:
             return
-        made_from = made_from, _settings()
         with self._lock:
-            self._forget_if_cleared()
             self._programs[made_from] = program
             self._programs.move_to_end(made_from)
             while len(self._programs) > self._max_programs:
                 self._programs.popitem(last=False)
 
-    def _count(self) -> int:
+    def _trace(self) -> np.ndarray:
+        """What tells one trace from others: its number, as a size."""
         self._num_traced += 1
-        return 0
-
-    def _forget_if_cleared(self) -> None:
-        """What JAX traces anew it has forgotten."""
-        self._traced.eval_shape()
-        if self._num_traced != self._num_seen:
-            self._num_seen = self._num_traced
-            self._programs.clear()
+        return np.zeros(self._num_traced, bool)
 
 
 def _settings() -> str:

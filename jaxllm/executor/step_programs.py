@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxllm import pallas_kernels
+from jaxllm.errors import is_outside
 from jaxllm.executor import compile_stats
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.fastest import FASTEST
@@ -49,7 +50,8 @@ class StepPrograms:
 
     Shapes are all it takes, so that this may begin before the weights are loaded. A step waits for its own
     program only. Those that an engine of this process had before, made from the same, are taken as they are;
-    but not with a user's own processors, attention or architecture, which may have changed.
+    but not with a user's own processors, attention or architecture, which may have changed. All have the
+    precision of products that JAX is set to where this is made, whatever thread compiles them.
 
     Args:
         model_config: the model.
@@ -68,6 +70,7 @@ class StepPrograms:
         self._elsewhere = elsewhere
         compile_stats.start()
         self._model_config, self._config, self._placement = model_config, config, placement
+        self._precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
         self._platform, self._own = placement.devices[0].platform, placement.share(model_config)
         shapes = config.program_keys(self._platform)
         self.keys: list[Key] = [*shapes, *(config.sampling_keys() if config.warms_sampling else ())]
@@ -77,6 +80,7 @@ class StepPrograms:
             elsewhere is None
             and not config.logits_processors
             and ":" not in (config.implementation or "")
+            and not is_outside(model_config)
             and ARCHITECTURES[model_config.architecture].model.__module__.startswith("jaxllm.")
         )
         self._default, self._why_default = pallas_kernels.settle_implementation(
@@ -303,8 +307,9 @@ class StepPrograms:
     @under_jax_defaults
     def _share(self) -> None:
         """Take what another engine had of those that are needed, but for what is begun."""
-        for key in self.keys:
-            program = SHARED.find(self._made_from(key))
+        with jax.default_matmul_precision(self._precision):
+            found = {key: SHARED.find(self._made_from(key)) for key in self.keys}
+        for key, program in found.items():
             if program is not None and key not in self._under_way and key not in self._waiting:
                 self._compiled.setdefault(key, program)
                 self._seconds.setdefault(key, 0.0)
@@ -313,7 +318,7 @@ class StepPrograms:
         make, options = self._recipe(key)
         if not self._is_ours:
             return None
-        return make, key, self._placement, tuple(options.items()), repr(options)
+        return make, key, self._placement, tuple(options.items()), repr(options), SHARED.settings()
 
     @under_jax_defaults
     def _compile(self, key: Key) -> Program:
@@ -322,11 +327,10 @@ class StepPrograms:
         program = None
         try:
             wait = None if self._elsewhere is None else self._elsewhere(key)
-            compiled = SHARED.find(self._made_from(key)) or self._lower(key).compile()
+            compiled = self._shared_or_made(key)
             if wait is not None:
                 wait()
             program = compiled
-            SHARED.keep(self._made_from(key), program)
             return program
         except Exception as error:
             with self._changed:
@@ -348,6 +352,15 @@ class StepPrograms:
                         key.name,
                     )
                 self._changed.notify_all()
+
+    def _shared_or_made(self, key: Key) -> Program:
+        """What was kept, or else is compiled and kept, unless what it was made from has changed meanwhile."""
+        with jax.default_matmul_precision(self._precision):
+            made_from = self._made_from(key)
+            program: Program = SHARED.find(made_from) or self._lower(key).compile()
+            if made_from == self._made_from(key):
+                SHARED.keep(made_from, program)
+        return program
 
     def _lower(self, key: Key) -> jax.stages.Lowered | LoweredStages:
         make, options = self._recipe(key)

@@ -52,7 +52,7 @@ def watched(policy: Any) -> Any:
 
     Raises:
         ConfigError: by the methods of what is returned, where a request was changed.
-        UserCodeError: likewise, where the policy raises what is no error of this package.
+        UserCodeError: likewise, where the policy raises anything but a ConfigError.
     """
     if policy is None or is_outside(policy):
         return policy and _Watched(policy)
@@ -78,7 +78,7 @@ def unchanged(who: object, requests: Iterable[Request]) -> Iterator[None]:
 
     Raises:
         ConfigError: it did.
-        UserCodeError: it raised what is no error of this package.
+        UserCodeError: it raised anything but a ConfigError.
     """
     before = [(request, _facts(request)) for request in requests]
     try:
