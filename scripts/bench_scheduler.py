@@ -28,9 +28,9 @@ from typing import Any
 
 from sweep.options import list_of
 
-from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.research.bench.results import command_line, write_json

@@ -24,8 +24,8 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.research import simulate as study
 from jaxllm.research.bench.results import command_line, write_json

@@ -30,8 +30,9 @@ from sweep.conversations import NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, RATE, EngineSys
 from sweep.options import list_of
 from sweep.simulated import BLOCK_SIZE, run_all
 
-from jaxllm.predictors.base import CostModel, model_shape
+from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.roofline import DEFAULT_STEP_OVERHEAD_SECONDS, RooflineCostModel
 from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.research.simulator.files import SimulatedFiles

@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.lengths import TrueLength
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.research.simulator.gpu import pool_blocks

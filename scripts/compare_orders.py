@@ -37,9 +37,10 @@ import numpy as np
 import plots
 from sweep.options import list_of
 
-from jaxllm.predictors.base import CostModel, model_shape
+from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.lengths import LengthPolicy, RangePredictor, RankPredictor, TrueLength, ValuePredictor
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.research.simulator.run import simulate

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError, RequestError
-from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.research.simulator.run import simulate
 from jaxllm.research.workloads import (

@@ -23,8 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError, WeightsError
-from jaxllm.executor.kv import disk, file_io
-from jaxllm.executor.kv.disk import BlockFiles, weights_fingerprint
+from jaxllm.executor.kv import disk, file_digests, file_io, whole_files
+from jaxllm.executor.kv.disk import BlockFiles
+from jaxllm.executor.kv.file_digests import weights_fingerprint
 from jaxllm.executor.kv.file_io import FileTransfers
 from jaxllm.sched.cache.names import BlockName, names_of, root
 from jaxllm.types import Read
@@ -228,7 +229,7 @@ def test_other_weights_have_another_fingerprint(tmp_path):
                 path.write_bytes(content)
             return weights_fingerprint(Path(folder))
 
-    large = bytes(disk._CHUNK_BYTES + 5)
+    large = bytes(file_digests._CHUNK_BYTES + 5)
     same = {"config.json": b"{}", "model.safetensors": large}
     variants = [
         same,
@@ -536,7 +537,7 @@ def full_open(path, mode):
     ("owner", "attribute", "fail", "remedy"),
     [
         (os, "replace", failing(errno.ENOSPC), "free space"),
-        (disk, "open", full_open, "free space"),
+        (whole_files, "open", full_open, "free space"),
         (os, "makedirs", failing(errno.ENOSPC), "free space"),
         (os, "makedirs", failing(errno.EACCES), "choose a folder that may be written"),
         (os, "replace", failing(errno.EROFS), "choose a folder that may be written"),
@@ -588,7 +589,7 @@ def test_a_folder_that_may_only_be_read(tmp_path, monkeypatch):
     for function in ("makedirs", "replace", "unlink", "utime"):
         monkeypatch.setattr(os, function, failing(errno.EROFS))
     only_reads = failing(errno.EROFS, only=lambda path, mode: mode != "rb", real=real)
-    monkeypatch.setattr(disk, "open", only_reads, raising=False)
+    monkeypatch.setattr(whole_files, "open", only_reads, raising=False)
     files, others = keep(tmp_path), keep(tmp_path, "another model")
     assert equal(files.read(NAMES[0]), block_of(0))
     assert not files.write(NAMES[0], block_of(0))
@@ -614,11 +615,11 @@ def test_left_over_temporary_files_are_removed(tmp_path):
     block = file_of(tmp_path, NAMES[0])
     ended = subprocess.Popen(["true"])
     ended.wait()
-    here, elsewhere = disk._machine(), "0123abcd"
+    here, elsewhere = whole_files._machine(), "0123abcd"
     names = {
         "dead": f".x.{here}-{ended.pid}-00000000-1.tmp",
         "an earlier process of our id": f".x.{here}-{os.getpid()}-00000000-1.tmp",
-        "ours": f".x.{here}-{os.getpid()}-{disk._PROCESS}-1.tmp",
+        "ours": f".x.{here}-{os.getpid()}-{whole_files._PROCESS}-1.tmp",
         "alive": f".x.{here}-{os.getppid()}-00000000-1.tmp",
         "alive but old": f".x.{here}-{os.getppid()}-00000000-2.tmp",
         "elsewhere": f".x.{elsewhere}-{ended.pid}-00000000-1.tmp",

@@ -17,7 +17,7 @@ import validate_simulator
 from sweep.report import Place
 
 from jaxllm.engine.profiling import Profiler
-from jaxllm.predictors.base import model_shape
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.research.intervals import ratio_interval

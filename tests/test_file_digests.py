@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from jaxllm.executor.kv import file_digests
-from jaxllm.executor.kv.disk import weights_fingerprint
+from jaxllm.executor.kv.file_digests import weights_fingerprint
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_cache_that_cannot_be_had_costs_only_time(tmp_path, checkpoint, reads,
 def test_weights_are_read_after_the_main_thread_too(checkpoint):
     code = f"""
         import pathlib, threading
-        from jaxllm.executor.kv.disk import weights_fingerprint
+        from jaxllm.executor.kv.file_digests import weights_fingerprint
         def run():
             threading.main_thread().join()
             print(weights_fingerprint(pathlib.Path({str(checkpoint)!r})))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.lengths import TrueLength
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.research.simulator.run import simulate
 from jaxllm.research.workloads import Trace

@@ -20,7 +20,7 @@ from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.pallas_kernels import mosaic_tiles, reference, triton_pool
 from jaxllm.pallas_kernels.kv_layout import KVLayout, layout_of
-from jaxllm.predictors.base import model_shape
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.system.dtypes import KV_DTYPES
 
 IMPLEMENTATIONS = ["native", "xla", "triton", "reference"]

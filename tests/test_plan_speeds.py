@@ -9,7 +9,7 @@ import pytest
 from jaxllm.cli.main import main
 from jaxllm.errors import CapacityError
 from jaxllm.loading.checkpoints import demo_model_path
-from jaxllm.predictors.base import model_shape
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.research.plan.crossover import ALONE, BUSY, Busy, crossover, crossovers
 from jaxllm.research.plan.speeds import speeds

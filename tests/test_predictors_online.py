@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import COST_KINDS, model_shape
+from jaxllm.predictors.base import COST_KINDS
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.roofline import RooflineCostModel
 
 MODEL = RooflineCostModel(model_shape("opt-13b"), device_spec("A800-80GB-PCIe"))

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import COST_KINDS, model_shape
+from jaxllm.predictors.base import COST_KINDS
 from jaxllm.predictors.derived import derived_features
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.features import FEATURE_NAMES
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.regression import REGRESSORS, RegressionCostModel, Sample, fit
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.table import BatchCostModel, TableAxes, TableCostModel

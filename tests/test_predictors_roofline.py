@@ -10,8 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import COST_KINDS, MODEL_SHAPES, ModelShape, model_shape, step_kind
+from jaxllm.predictors.base import COST_KINDS, ModelShape, step_kind
 from jaxllm.predictors.devices import DEVICES, DeviceSpec, device_spec
+from jaxllm.predictors.published_shapes import MODEL_SHAPES, model_shape
 from jaxllm.predictors.roofline import RooflineCostModel
 
 TINY = ModelShape(

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError, JaxllmError, ProfileError
-from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.store import Profile, profile_path
 from jaxllm.predictors.table import TableAxes, TableCostModel

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import COST_KINDS, model_shape
+from jaxllm.predictors.base import COST_KINDS
 from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.table import BatchCostModel, TableAxes, TableCostModel
 

@@ -26,7 +26,8 @@ from jaxllm.executor.pending import PendingStep
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat, LinearFormats
 from jaxllm.models.registry import head_name
-from jaxllm.predictors.base import COST_KINDS, model_shape, step_kind
+from jaxllm.predictors.base import COST_KINDS, step_kind
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.regression import fit
 from jaxllm.predictors.samples import load_samples, save_samples
 from jaxllm.predictors.store import Profile, profile_path

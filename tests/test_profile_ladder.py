@@ -20,7 +20,8 @@ from paper.measured import candidates
 from jaxllm.engine.profiling import Work
 from jaxllm.errors import ConfigError
 from jaxllm.executor.buckets import Buckets
-from jaxllm.predictors.base import COST_KINDS, model_shape
+from jaxllm.predictors.base import COST_KINDS
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.samples import load_samples, save_samples
 

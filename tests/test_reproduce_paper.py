@@ -24,7 +24,7 @@ from jaxllm.engine.costs import shape_of
 from jaxllm.errors import ConfigError, RequestTooLargeError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.predictors.base import model_shape
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.samples import save_samples
 from jaxllm.research import simulate
 from jaxllm.research.workloads import make_trace

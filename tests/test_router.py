@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from router_simulation import simulate_routing
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.research.workloads import Poisson, make_conversations
 from jaxllm.routing.loads import Loads

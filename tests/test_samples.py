@@ -8,7 +8,8 @@ import pytest
 from scheduler_helpers import LinearCosts
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import COST_KINDS, model_shape
+from jaxllm.predictors.base import COST_KINDS
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.samples import load_samples, save_samples
 from jaxllm.predictors.table import TableAxes

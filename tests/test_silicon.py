@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import MODEL_SHAPES, model_shape
 from jaxllm.predictors.devices import DEVICES, device_spec
+from jaxllm.predictors.published_shapes import MODEL_SHAPES, model_shape
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.silicon import ALIKE, SiliconCostModel
 from jaxllm.predictors.silicon_kernels import Attention, Grid, Rows, experts, product, reduction

@@ -13,8 +13,8 @@ from jaxllm.cli.main import main
 from jaxllm.errors import CapacityError, ConfigError, JaxllmError, RequestTooLargeError, UserCodeError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.loading.convert import convert_checkpoint
-from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.research import load_shape, simulate

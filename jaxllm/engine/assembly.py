@@ -28,7 +28,8 @@ from jaxllm.engine.observer import StepObserver
 from jaxllm.engine.profiling import Profiler
 from jaxllm.errors import ConfigError
 from jaxllm.executor.fastest import FASTEST
-from jaxllm.executor.kv.disk import BlockFiles, weights_fingerprint
+from jaxllm.executor.kv.disk import BlockFiles
+from jaxllm.executor.kv.file_digests import weights_fingerprint
 from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.executor.processes.links import Leader
 from jaxllm.executor.step_programs import CompileProgress, StepPrograms

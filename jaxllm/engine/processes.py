@@ -18,7 +18,7 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.models import Model, placements, read_model
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.executor.kv.agreement import Reporter
-from jaxllm.executor.kv.disk import weights_fingerprint
+from jaxllm.executor.kv.file_digests import weights_fingerprint
 from jaxllm.executor.processes.links import Follower, Leader
 from jaxllm.executor.step_programs import Key, StepPrograms
 from jaxllm.executor.worker import OPERATIONS, Worker

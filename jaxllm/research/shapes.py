@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.errors import ConfigError, did_you_mean, shown
-from jaxllm.predictors.base import MODEL_SHAPES, WEIGHT_FORMATS, ModelShape, model_shape
+from jaxllm.predictors.base import WEIGHT_FORMATS, ModelShape
+from jaxllm.predictors.published_shapes import MODEL_SHAPES, model_shape
 from jaxllm.system.dtypes import dtype_of, kv_dtype_of
 from jaxllm.system.options import check_choice, checked_path
 

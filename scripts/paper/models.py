@@ -6,7 +6,7 @@ import json
 import pathlib
 from typing import Any
 
-from jaxllm.predictors.base import model_shape
+from jaxllm.predictors.published_shapes import model_shape
 from paper.cells import MODELS
 
 

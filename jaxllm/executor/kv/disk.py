@@ -15,27 +15,23 @@ import errno
 import hashlib
 import heapq
 import io
-import itertools
 import json
 import logging
 import os
 import re
-import secrets
-import socket
 import stat
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.errors import ConfigError, WeightsError
-from jaxllm.executor.kv.file_digests import digest_of
+from jaxllm.errors import ConfigError
+from jaxllm.executor.kv.whole_files import TEMPORARY_NAME, is_left_over, replace_file
 from jaxllm.sched.cache.names import BlockName
-from jaxllm.system.threads import NativeThreads
 
 FORMAT = "jaxllm-kv-blocks"
 FORMAT_VERSION = 2
@@ -46,17 +42,11 @@ _ABOUT = "about.json"
 _HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes of the tokens, bytes of the block
 _MAGIC = b"jaxllmKV"
 _CHECKSUM_BYTES = 16
-_CHUNK_BYTES = 4 * 2**20
-_NUM_READERS, _STACK_BYTES = 8, 2**20  # threads that read weights
 _SCANS_PER_LIMIT = 16
-_MAX_TEMPORARY_SECONDS = 3600
 
 _FOLDER_NAME = re.compile("[0-9a-f]{32}")
 _FIRST_BYTE = re.compile("[0-9a-f]{2}")
 _FILE_NAME = re.compile("(?:[0-9a-f]{2})+")
-_TEMPORARY_NAME = re.compile(r"\..+\.([0-9a-f]{8})-([0-9]+)-([0-9a-f]{8})-[0-9]+\.tmp")
-_PROCESS = secrets.token_hex(4)  # tells this process from an earlier one of its id
-_counter = itertools.count()
 
 
 class _File(NamedTuple):
@@ -184,7 +174,7 @@ class BlockFiles:
             self._num_reserved += size
         used_ns = None
         try:
-            used_ns = _replace(path, parts)
+            used_ns = replace_file(path, parts)
         except OSError as error:
             self._warn_of(error, "written to")
         finally:
@@ -388,9 +378,9 @@ class BlockFiles:
                         yield entry.path, _File(status.st_size, status.st_mtime_ns)
 
     def _remove_temporary(self, folder: str) -> None:
-        for entry in self._entries(folder, _TEMPORARY_NAME):
+        for entry in self._entries(folder, TEMPORARY_NAME):
             with contextlib.suppress(OSError):  # its process may just have finished it
-                if _is_left_over(entry):
+                if is_left_over(entry):
                     os.unlink(entry.path)
 
     def _entries(self, folder: str, pattern: re.Pattern[str]) -> list[os.DirEntry[str]]:
@@ -426,7 +416,7 @@ class BlockFiles:
                         f"{path!r} describes other blocks: it says {found!r} instead of {about!r}; choose "
                         f"another folder, or remove {self._own!r}"
                     )
-            _replace(path, ((json.dumps(about, indent=1) + "\n").encode(),))
+            replace_file(path, ((json.dumps(about, indent=1) + "\n").encode(),))
         except OSError as error:
             self._warn_of(error, "described in")
 
@@ -446,95 +436,3 @@ class BlockFiles:
             self._warned.add(kind)
         if is_new:
             _logger.warning(message, *values)
-
-
-def weights_fingerprint(folder: Path) -> str:
-    """Hex digest of names, sizes and contents of a checkpoint's config.json and weight files.
-
-    These are its safetensors with their index, and all below its params/ folder (Orbax). Every byte counts;
-    files that were read before are read again only if they have changed (`file_digests`).
-
-    Raises:
-        WeightsError: there are no weights, or a file cannot be read.
-    """
-    from jaxllm.loading.orbax_format import PARAMS_FOLDER  # imports JAX, which nothing else here needs
-
-    folder = Path(folder)
-    try:
-        weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
-        weights += (folder / PARAMS_FOLDER).rglob("*")
-        names = {path.relative_to(folder).as_posix(): path for path in weights if path.is_file()}
-        if not names:
-            raise WeightsError(
-                f"{str(folder)!r} has no weights to tell its KV blocks by: expected *.safetensors or a "
-                f"{PARAMS_FOLDER}/ folder; keep no blocks of dummy weights"
-            )
-        if (folder / "config.json").is_file():
-            names["config.json"] = folder / "config.json"
-        hasher = hashlib.blake2b(digest_size=32)
-        with NativeThreads(min(_NUM_READERS, len(names)), _STACK_BYTES, "jaxllm-weights") as threads:
-            contents = {
-                name: threads.submit(digest_of, path, _CHUNK_BYTES) for name, path in sorted(names.items())
-            }
-            for name, content in contents.items():
-                size, digest = content.result()
-                hasher.update(f"{name}\0{size}\0".encode() + digest)
-    except OSError as error:
-        raise WeightsError(f"cannot read the weights of {str(folder)!r}: {error}") from error
-    return hasher.hexdigest()
-
-
-def _replace(path: str, parts: Sequence[bytes | memoryview]) -> int:
-    """Write a file that nobody sees before it is whole.
-
-    Not synced: a crash of the machine may tear it, which whoever reads it finds.
-
-    Returns:
-        Its time, in nanoseconds.
-    """
-    folder, name = os.path.split(path)
-    writer = f"{_machine()}-{os.getpid()}-{_PROCESS}-{next(_counter)}"
-    temporary = os.path.join(folder, f".{name}.{writer}.tmp")
-    os.makedirs(folder, exist_ok=True)
-    try:
-        with open(temporary, "xb") as file:
-            for part in parts:
-                file.write(part)
-        now = time.time_ns()
-        os.utime(temporary, ns=(now, now))
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    return now
-
-
-def _is_left_over(entry: os.DirEntry[str]) -> bool:
-    """Whether nobody is writing a temporary file any more."""
-    match = _TEMPORARY_NAME.fullmatch(entry.name)
-    if match is None:
-        return False
-    if time.time() - entry.stat(follow_symlinks=False).st_mtime > _MAX_TEMPORARY_SECONDS:
-        return True
-    machine, pid, process = match[1], int(match[2]), match[3]
-    if machine != _machine():
-        return False
-    if pid == os.getpid():
-        return process != _PROCESS
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except PermissionError:
-        pass  # another user's process
-    return False
-
-
-def _machine() -> str:
-    """Tells process ids of this machine or container from those of others."""
-    namespace = 0
-    with contextlib.suppress(OSError):
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    text = f"{socket.gethostname()} {namespace}"
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

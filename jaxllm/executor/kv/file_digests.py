@@ -12,8 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxllm.errors import WeightsError
 from jaxllm.system.cache_folder import cache_folder
+from jaxllm.system.threads import NativeThreads
 
+_NUM_READERS, _STACK_BYTES = 8, 2**20  # threads that read weights
+_CHUNK_BYTES = 4 * 2**20
 _CLOCK_SECONDS = 0.02  # how coarse a file system's times may be
 _DIGEST = re.compile("[0-9a-f]{128}")
 
@@ -93,3 +97,39 @@ def _read(path: Path, chunk_bytes: int) -> tuple[int, bytes]:
             hasher.update(buffer[:count])
             size += count
     return size, hasher.digest()
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Hex digest of names, sizes and contents of a checkpoint's config.json and weight files.
+
+    These are its safetensors with their index, and all below its params/ folder (Orbax). Every byte counts;
+    files that were read before are read again only if they have changed (`file_digests`).
+
+    Raises:
+        WeightsError: there are no weights, or a file cannot be read.
+    """
+    from jaxllm.loading.orbax_format import PARAMS_FOLDER  # imports JAX, which nothing else here needs
+
+    folder = Path(folder)
+    try:
+        weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
+        weights += (folder / PARAMS_FOLDER).rglob("*")
+        names = {path.relative_to(folder).as_posix(): path for path in weights if path.is_file()}
+        if not names:
+            raise WeightsError(
+                f"{str(folder)!r} has no weights to tell its KV blocks by: expected *.safetensors or a "
+                f"{PARAMS_FOLDER}/ folder; keep no blocks of dummy weights"
+            )
+        if (folder / "config.json").is_file():
+            names["config.json"] = folder / "config.json"
+        hasher = hashlib.blake2b(digest_size=32)
+        with NativeThreads(min(_NUM_READERS, len(names)), _STACK_BYTES, "jaxllm-weights") as threads:
+            contents = {
+                name: threads.submit(digest_of, path, _CHUNK_BYTES) for name, path in sorted(names.items())
+            }
+            for name, content in contents.items():
+                size, digest = content.result()
+                hasher.update(f"{name}\0{size}\0".encode() + digest)
+    except OSError as error:
+        raise WeightsError(f"cannot read the weights of {str(folder)!r}: {error}") from error
+    return hasher.hexdigest()

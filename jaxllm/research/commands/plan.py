@@ -319,8 +319,8 @@ def _speeds(
 
 def _crossover(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Print from how many tokens on swapping beats recomputing."""
-    from jaxllm.predictors.base import MODEL_SHAPES
     from jaxllm.predictors.devices import device_spec
+    from jaxllm.predictors.published_shapes import MODEL_SHAPES
     from jaxllm.predictors.silicon import ALIKE
     from jaxllm.predictors.silicon_tables import MEASURED
     from jaxllm.research.plan.crossover import crossovers, describe_crossovers, plot_crossovers

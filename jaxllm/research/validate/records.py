@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import MODEL_SHAPES, ModelShape, model_shape
+from jaxllm.predictors.base import ModelShape
+from jaxllm.predictors.published_shapes import MODEL_SHAPES, model_shape
 from jaxllm.research.simulator.gpu import UTILIZATION
 
 Metric = Literal["latency", "tpot", "ttft", "throughput"]
