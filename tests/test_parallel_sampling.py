@@ -52,9 +52,11 @@ def test_samples_without_a_seed_differ(llm):
 
 
 def test_the_prompt_is_computed_once(llm):
+    params = SamplingParams(**SEEDED, n=4, prompt_logprobs=0)
+    llm.generate([PROMPT], params, use_tqdm=False)  # else samples whose programs are there do not wait
     llm.reset_prefix_cache()
     engine = llm.engine
-    engine.add_request("a", PROMPT, SamplingParams(**SEEDED, n=4, prompt_logprobs=0))
+    engine.add_request("a", PROMPT, params)
     most = 0
     while engine.has_unfinished_requests:
         reports = engine.step()

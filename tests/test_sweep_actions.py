@@ -185,7 +185,7 @@ def test_a_journal_is_of_sources_and_files(tmp_path):
     assert run(cells) == 2
     assert run(cells) == 0
     names = {path.name for path in sweep.simulated.source_files()}
-    assert {"types.py", "scheduler.py", "truth.py", "simulated.py", "cells.py"} <= names
+    assert {"request.py", "scheduler.py", "truth.py", "simulated.py", "cells.py"} <= names
     assert "report.py" not in names
 
 

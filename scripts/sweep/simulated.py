@@ -259,7 +259,11 @@ def source_files() -> list[pathlib.Path]:
     """All that decides what a run gives."""
     package, scripts = pathlib.Path(jaxllm.__file__).parent, pathlib.Path(__file__).parents[1]
     folders = [package / name for name in ("sched", "predictors", "research/simulator", "research/workloads")]
-    folders += [package / "engine", *(scripts / name for name in ("paper", "policies", "sweep"))]
+    folders += [
+        package / "engine",
+        package / "types",
+        *(scripts / name for name in ("paper", "policies", "sweep")),
+    ]
     found = sorted(package.glob("*.py"))
     for folder in folders:
         found += [path for path in sorted(folder.glob("**/*.py")) if "report" not in path.name]
