@@ -4,7 +4,9 @@
 
 Each start is a process of its own: of a batch of greedy requests, of one whose requests ask for different
 things of the sampler, and of the command; with a compilation cache that holds nothing, native kernels only,
-or all that the start before it left. Peak memory is given beside the weights and the KV pool.
+or all that the start before it left. Peak memory is given beside the weights and the KV pool. Then two
+engines of one process, one after another, which differ in their policy and compile all programs before the
+first request: the second one takes those of the first.
 """
 
 from __future__ import annotations
@@ -40,6 +42,21 @@ llm = LLM(model, compilation_cache_dir=cache, skip_tokenizer_init=True, **sizes)
 params = [SamplingParams(ignore_eos=True, **kinds[i % len(kinds)]) for i in range(count)]
 llm.generate([[5 + i] * 24 for i in range(count)], params, use_tqdm=False)
 print(json.dumps({"peak_bytes": peak_rss_bytes(), "pool_bytes": llm.executor.pool_bytes}), flush=True)
+"""
+_AGAIN = """
+import json, sys, time
+from jaxllm import LLM, SamplingParams
+model, cache, count, pool = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+for policy in ("adaptive", "vllm_v1"):
+    started = time.perf_counter()
+    sizes = {"max_num_seqs": count, "kv_cache_memory": pool, "warm_up": "all", "scheduler_policy": policy}
+    llm = LLM(model, compilation_cache_dir=cache, skip_tokenizer_init=True, **sizes)
+    llm.generate([[5 + i] * 24 for i in range(count)], params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    llm.close()
+    del llm
+    print(json.dumps({"seconds": seconds}), flush=True)
 """
 _GREEDY = {"temperature": 0, "max_tokens": 1}
 _KINDS = [
@@ -98,6 +115,14 @@ def starts(model: str, count: int, folder: pathlib.Path) -> list[dict[str, Any]]
             )
             if line is not command:
                 found[-1] |= json.loads(output)
+    lines = subprocess.run(
+        [sys.executable, "-c", _AGAIN, model, str(folder), str(count), str(_POOL_BYTES)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    for name, line in zip(("first", "second"), lines, strict=True):
+        found.append({"start": f"{name} engine of a process", "cached": "everything", **json.loads(line)})
     return found
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import jax
 import numpy as np
 
-from jaxllm import pallas_kernels
 from jaxllm.errors import ConfigError, EngineError
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.drafter import Drafter
@@ -577,8 +576,6 @@ class ModelExecutor(Worker):
         """Measure which attention is the fastest for each shape of a program."""
         config, model = self.config, self.model_config
         pool_tokens = config.num_gpu_blocks * config.block_size
-        heads = model.num_heads, model.num_kv_heads, model.head_dim
-        default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
         found: dict[AttentionShape, str] = {}
         for key in self._programs.shapes:
             if key.max_chunks:
@@ -591,7 +588,7 @@ class ModelExecutor(Worker):
                 )
             if shape not in found:
                 sizes = config.dtype, model.head_dim, config.block_size
-                names = candidates(default, op, self._device, *sizes)
+                names = candidates(self._programs.default, op, self._device, *sizes)
                 if model.has_bounds:  # windows or soft caps
                     names = tuple(name for name in names if name != "mosaic")
                 scale = model.head_dim**-0.5

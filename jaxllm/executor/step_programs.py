@@ -58,6 +58,9 @@ class StepPrograms:
         config: sizes of its arrays and programs.
         placement: where to compile for, and to run.
         elsewhere: has other processes compile a program, too; what it returns waits until they have.
+
+    Attributes:
+        default: the attention's implementation unless another is asked for or chosen.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class StepPrograms:
             and not is_outside(model_config)
             and ARCHITECTURES[model_config.architecture].model.__module__.startswith("jaxllm.")
         )
-        self._default, self._why_default = pallas_kernels.settle_implementation(
+        self.default, self._why_default = pallas_kernels.settle_implementation(
             self._own.num_heads,
             self._own.num_kv_heads,
             self._own.head_dim,
@@ -175,7 +178,7 @@ class StepPrograms:
         """
         if num_threads is None:
             num_threads = (os.cpu_count() or 1) // 2
-        if (self._config.implementation or self._default) == "native":
+        if (self._config.implementation or self.default) == "native":
             model = self._own
             native.prepare(
                 model.num_heads // model.num_kv_heads,
@@ -240,8 +243,8 @@ class StepPrograms:
     def implementation(self, key: ProgramKey) -> str:
         """Of the attention in a program."""
         if self._config.implementation == FASTEST:
-            return self.chosen.get(shape_of(key), self._default)
-        return self._config.implementation or self._default
+            return self.chosen.get(shape_of(key), self.default)
+        return self._config.implementation or self.default
 
     def report(self) -> list[CompiledProgram]:
         """Every compiled program, with seconds and memory. Threads work side by side, so seconds overlap."""
