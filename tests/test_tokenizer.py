@@ -32,6 +32,19 @@ def test_importing_jaxllm_tokenizer_imports_no_transformers():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer"])
+def test_loading_a_tokenizer_imports_no_models_of_transformers(tmp_path, named):
+    """With those comes torch, where it is installed: two seconds of each start."""
+    folder = write_tokenizer(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": named}))
+    code = (
+        "import sys; from jaxllm.text.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1])\n"
+        "sys.exit('transformers.configuration_utils' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False).returncode == 0
+
+
 def test_special_tokens_are_added_exactly_once(tokenizer):
     letters = tokenizer.convert_tokens_to_ids(["h", "i"])
     assert encode(tokenizer, "hi") == [0, *letters]

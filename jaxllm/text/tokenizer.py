@@ -55,16 +55,15 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
 
 def _load(folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    import transformers
 
     config = _read_if_there(folder / "tokenizer_config.json")
-    kind: Any = PreTrainedTokenizerFast
-    if not (folder / "tokenizer.json").is_file() or _needs_code(config):
-        kind = AutoTokenizer
+    as_file_says = (folder / "tokenizer.json").is_file() and not _needs_code(config)
+    kind: Any = transformers.PreTrainedTokenizerFast if as_file_says else transformers.AutoTokenizer
     tokenizer = kind.from_pretrained(
         str(folder), trust_remote_code=False, local_files_only=True, use_fast=True
     )
-    if kind is PreTrainedTokenizerFast:
+    if as_file_says:
         _restore(tokenizer, _read_if_there(folder / "tokenizer.json"), config)
         named = {*config, *_read_if_there(folder / "special_tokens_map.json")}
         _name_as_class(tokenizer, _class_of(folder, config), named)
@@ -83,11 +82,9 @@ def _read_if_there(path: Path) -> dict[str, Any]:
 
 def _needs_code(config: Mapping[str, Any]) -> bool:
     """Whether a tokenizer is of a class that comes with the checkpoint."""
-    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
-
     own, named = config.get("auto_map"), config.get("tokenizer_class")
     is_own = isinstance(own, list) or (isinstance(own, Mapping) and "AutoTokenizer" in own)
-    return is_own and named is not None and tokenizer_class_from_name(named) is None
+    return is_own and named is not None and _class_named(named) is None
 
 
 def _restore(tokenizer: Any, file: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -117,13 +114,29 @@ def _restore(tokenizer: Any, file: Mapping[str, Any], config: Mapping[str, Any])
 
 def _class_of(folder: Path, config: Mapping[str, Any]) -> Any:
     """The class that transformers would take; None if it knows none."""
-    from transformers.models.auto import tokenization_auto
-
     named = config.get("tokenizer_class")
     if named is None:
+        from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
         model_type = _read_if_there(folder / "config.json").get("model_type")
-        named = tokenization_auto.TOKENIZER_MAPPING_NAMES.get(str(model_type))
-    return tokenization_auto.tokenizer_class_from_name(named) if isinstance(named, str) else None
+        named = TOKENIZER_MAPPING_NAMES.get(str(model_type))
+    return _class_named(named) if isinstance(named, str) else None
+
+
+def _class_named(name: str) -> Any:
+    """transformers' class of a name; None if it has none.
+
+    Its table of automatic classes is asked last: importing that takes torch along, where torch is installed,
+    which is seconds.
+    """
+    import transformers
+
+    found = getattr(transformers, name, None)
+    if found is None:
+        from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+        found = tokenizer_class_from_name(name)
+    return found
 
 
 def _name_as_class(tokenizer: Any, kind: Any, named: Set[str]) -> None:
