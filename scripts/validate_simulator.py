@@ -2,13 +2,14 @@
 
     python scripts/validate_simulator.py --model MODEL --repetitions 9 --out validation.json
 
-Loads MODEL, plays traces on the real engine in a pool too small for them, measures its costs between the runs
-(as `jaxllm profile` does), and simulates each trace with the distilled profile, put right on average by what
-was measured between the trace's own runs (`MeanCosts`). On a CPU, whose cores do both, an iteration is longer
-by what the host took from it: the processor time of the engine's thread in the real runs, less what it had
-in a step of the profile, times the share of such work that steps do not hide, which is measured
-(`jaxllm.research.bench.beside_steps`). The engine runs ahead, as it does for its users. Of each preset are
-printed
+Loads MODEL, plays traces on the real engine in a pool too small for them, measures its costs between the
+runs (as `jaxllm profile` does), and simulates each trace with the distilled profile. On a CPU, whose cores do
+both, an iteration is longer by what the host took from it: the processor time of the engine's thread in the
+real runs, less what it had in a step of the profile, and less what the step leaves idle, which is measured as
+a share of its time (`idle_share` in `jaxllm.research.bench.beside_steps`). All simulated seconds are
+multiplied with one factor: one more trace, which is not compared, is played under the first preset between
+the others, and has to take as long simulated as its median. The engine runs ahead, as it does for its users.
+Of each preset are printed
 
     error   simulated / real seconds - 1: median and range over the traces, real being the mean of two runs
     noise   real seconds of one run / of the other, on the same trace, - 1: median of its size, and range
@@ -33,7 +34,7 @@ import pathlib
 import random
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import plots
@@ -43,12 +44,10 @@ from sweep.options import ARRIVALS_HELP, arrivals_of, list_of
 from jaxllm import LLM
 from jaxllm.engine.costs import shape_of
 from jaxllm.engine.profiling import Profiler
-from jaxllm.predictors.base import CostKind, CostModel, step_kind
+from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
-from jaxllm.predictors.regression import Sample
-from jaxllm.predictors.table import TableCostModel
-from jaxllm.research.bench.beside_steps import busy_host_share, sending_seconds
+from jaxllm.research.bench.beside_steps import idle_share, sending_seconds
 from jaxllm.research.bench.compare import BUSY_SHARE, OthersShare
 from jaxllm.research.bench.replay import replay
 from jaxllm.research.bench.results import about, write_json
@@ -64,8 +63,8 @@ from jaxllm.system.output_files import OutputParser, new_file
 DEFAULT_PRESETS = ("vllm", "vllm_v1", "paper", "paper_strategy", "adaptive", "adaptive_throughput")
 RUNS = 2
 """How often a trace is played under each preset."""
-HOST_SECONDS = 1e-3
-"""Of the host beside a step: what `busy_host_share` is measured with."""
+HOST_SECONDS = 1.5e-3
+"""Of the host beside a step: what `idle_share` is measured with."""
 
 
 class Run(NamedTuple):
@@ -76,66 +75,38 @@ class Run(NamedTuple):
 
 
 class HostWork(NamedTuple):
-    """What the host's work beside a step means for it: `busy_host_share`, and `sending_seconds`."""
+    """What the host's work beside a step means for it: `idle_share`, and `sending_seconds`."""
 
-    share: float
+    idle_share: float
     profiled: float
 
-    def seconds(self, on_host: float) -> float:
-        """By how much a step is longer if the host works so many seconds beside it."""
-        return max(0.0, self.share) * max(0.0, on_host - self.profiled)
 
-
-class MeanCosts:
-    """A fitted cost model times a factor for each kind, so that its seconds add up to the measured ones.
-
-    Fits minimise relative errors, which puts them below the mean where measurements are noisy (by about twice
-    the square of the noise), and are of all the time that was measured in; a simulation adds up seconds, and
-    is compared with the runs of a few of these.
-
-    Args:
-        table: what was fitted.
-        samples: measurements of every kind beside those runs; a factor is the sum of measured seconds over
-            that of predicted ones.
-    """
-
-    def __init__(self, table: TableCostModel, samples: Mapping[CostKind, Sequence[Sample]]) -> None:
-        self._table = table
-        self.factors = {
-            kind: sum(one.seconds for one in of_kind)
-            / sum(table.seconds_of(kind, one.work) for one in of_kind)
-            for kind, of_kind in samples.items()
-        }
-
-    def step_seconds(self, batch: int, context_tokens: int, prompt_tokens: int = 0, *prompts: int) -> float:
-        """See `CostModel.step_seconds`."""
-        seconds = self._table.step_seconds(batch, context_tokens, prompt_tokens, *prompts)
-        return seconds * self.factors.get(step_kind(batch, prompt_tokens), 1.0)
-
-    def swap_out_seconds(self, num_blocks: int) -> float:
-        """See `CostModel.swap_out_seconds`."""
-        return self._table.swap_out_seconds(num_blocks) * self.factors["swap_out"]
-
-    def swap_in_seconds(self, num_blocks: int) -> float:
-        """See `CostModel.swap_in_seconds`."""
-        return self._table.swap_in_seconds(num_blocks) * self.factors["swap_in"]
-
-
-class HostCosts:
-    """A cost model of steps that the host takes processors from, as on a CPU.
+class EngineCosts:
+    """A cost model of an engine's iterations: a device's steps, and what the host takes from them on a CPU.
 
     Args:
         costs: of the device.
-        seconds: by which each iteration is longer.
+        host: what the host's work means for a step.
+        on_host: processor time of the host beside each step.
+        factor: all seconds are multiplied with it.
     """
 
-    def __init__(self, costs: CostModel, seconds: float) -> None:
-        self._costs, self._seconds = costs, seconds
-        self.swap_out_seconds, self.swap_in_seconds = costs.swap_out_seconds, costs.swap_in_seconds
+    def __init__(self, costs: CostModel, host: HostWork, on_host: float, factor: float = 1.0) -> None:
+        self._costs, self._factor = costs, factor
+        self._idle_share, self._more = host.idle_share, on_host - host.profiled
 
     def step_seconds(self, *work: int) -> float:
         """See `CostModel.step_seconds`."""
-        return self._costs.step_seconds(*work) + self._seconds
+        seconds = self._costs.step_seconds(*work)
+        return self._factor * (seconds + max(0.0, self._more - self._idle_share * seconds))
+
+    def swap_out_seconds(self, num_blocks: int) -> float:
+        """See `CostModel.swap_out_seconds`."""
+        return self._factor * self._costs.swap_out_seconds(num_blocks)
+
+    def swap_in_seconds(self, num_blocks: int) -> float:
+        """See `CostModel.swap_in_seconds`."""
+        return self._factor * self._costs.swap_in_seconds(num_blocks)
 
 
 def play(llm: LLM, preset: str, trace: Trace, config: SchedulerConfig, costs: CostModel) -> Run:
@@ -145,35 +116,46 @@ def play(llm: LLM, preset: str, trace: Trace, config: SchedulerConfig, costs: Co
     return Run(result, {kind: one.factor for kind, one in calibration.report().items()})
 
 
+def on_host(runs: Sequence[Run]) -> float:
+    """Mean processor time of the engine's thread in an iteration."""
+    return statistics.fmean((run.result.host_seconds or 0.0) / run.result.num_steps for run in runs)
+
+
+def simulated_run(
+    preset: str, trace: Trace, config: SchedulerConfig, predicted: CostModel, costs: CostModel
+) -> RunResult:
+    """The simulation of what `play` does: the policy goes by `predicted`, corrected; `costs` come to pass."""
+    calibration = OnlineCalibration(predicted)
+    policy = policy_of(preset, calibration)
+    return simulate(trace, config, policy, costs, overlap_swaps=True, calibration=calibration)
+
+
 def compare(
     preset: str,
     runs: Sequence[Sequence[Run]],
     traces: Sequence[Trace],
     config: SchedulerConfig,
     predicted: Sequence[CostModel],
-    devices: Sequence[CostModel],
+    device: CostModel,
     host: HostWork,
+    factor: float,
 ) -> dict[str, Any]:
     """One preset: its `RUNS` runs of each trace, and the simulations of them.
 
     The simulated policy goes by what the real one went by, `predicted` of each trace and corrected while it
-    runs; `devices` are simulated, of each trace. An iteration also takes what `host` says of the mean
-    processor time of an iteration in the real runs.
+    runs. What comes to pass are `device`'s seconds, with what `host` says of the mean processor time of an
+    iteration in the real runs of the trace, times `factor`.
     """
-    on_host = statistics.fmean(
-        (run.result.host_seconds or 0.0) / run.result.num_steps for of_trace in runs for run in of_trace
-    )
-    simulated = []
-    for trace, of_trace, device in zip(traces, predicted, devices, strict=True):
-        costs = HostCosts(device, host.seconds(on_host))
-        calibration = OnlineCalibration(of_trace)
-        policy = policy_of(preset, calibration)
-        simulated.append(simulate(trace, config, policy, costs, overlap_swaps=True, calibration=calibration))
+    beside = [on_host(of_trace) for of_trace in runs]
+    simulated = [
+        simulated_run(preset, trace, config, costs, EngineCosts(device, host, seconds, factor))
+        for trace, costs, seconds in zip(traces, predicted, beside, strict=True)
+    ]
     real = [[run.result for run in of_trace] for of_trace in runs]
     seconds = [[run.seconds for run in of_trace] for of_trace in real]
     row: dict[str, Any] = {
         "preset": preset,
-        "host_seconds": on_host,
+        "host_seconds": beside,
         "num_steps": statistics.fmean(run.result.num_steps for of_trace in runs for run in of_trace),
         "seconds": [statistics.fmean(of_trace) for of_trace in seconds],
         "seconds_of_runs": seconds,
@@ -380,43 +362,49 @@ def main(argv: list[str] | None = None) -> None:
             seed=seed,
             name="validation",
         )
-        for seed in range(args.seed, args.seed + args.repetitions)
+        for seed in range(args.seed, args.seed + args.repetitions + 1)
     ]
+    *traces, spare = traces
     for preset in ("vllm", "vllm_swap_both"):  # warm-up: every program, and both ways to preempt
         replay(llm, traces[0].head(min(2 * args.max_num_seqs, args.requests)), config, make_preset(preset))
     samples = profiler.samples(0.0)  # enough for a first fit
-    seconds = args.profile_seconds / (args.repetitions * len(presets) * RUNS)
+    seconds = args.profile_seconds / (args.repetitions * (len(presets) + 1) * RUNS)
     order = random.Random(args.seed)
     runs: dict[str, list[list[Run]]] = {preset: [] for preset in presets}
     predicted: list[CostModel] = []
     shares: list[tuple[float, float]] = []
-    beside: list[dict[CostKind, list[Sample]]] = []  # of each trace, measured between its runs
+    of_spare: list[Run] = []
     others = OthersShare()
     for turn, trace in enumerate(traces):
         print(f"trace {turn + 1} of {args.repetitions}: {RUNS} runs of each preset", file=sys.stderr)
         costs = profiler.costs_of(profiler.profile(samples, profiler.fit(samples, is_brief=True)))
         predicted.append(costs)
-        beside.append({kind: [] for kind in samples})
         sizes = args.max_num_seqs, args.prompt_len
-        shares.append((busy_host_share(profiler, HOST_SECONDS, *sizes), sending_seconds(profiler, *sizes)))
+        shares.append((idle_share(profiler, HOST_SECONDS, *sizes), sending_seconds(profiler, *sizes)))
         for of_preset in runs.values():
             of_preset.append([])
-        for preset in order.sample(presets * RUNS, len(presets) * RUNS):
+        jobs = [(preset, trace, of_preset[-1]) for preset, of_preset in runs.items()]
+        jobs = [*jobs, (presets[0], spare, of_spare)] * RUNS
+        for preset, played, found in order.sample(jobs, len(jobs)):
             for kind, more in profiler.samples(seconds, at_least=0).items():
                 samples[kind] += more
-                beside[-1][kind] += more
-            runs[preset][-1].append(play(llm, preset, trace, config, costs))
+            found.append(play(llm, preset, played, config, costs))
     others_share = others()
     profile = profiler.profile(samples, profiler.fit(samples))
-    means = [MeanCosts(profile.table, of_trace) for of_trace in beside]
-    devices = [ProgramCosts(mean, profiler.programs) for mean in means]
+    device = ProgramCosts(profile.table, profiler.programs)
     host = HostWork(*(statistics.fmean(of) for of in zip(*shares, strict=True)))
     print(
-        f"beside {host.profiled * 1e3:.2f} ms a step, {host.share:.0%} of the host's work makes steps longer"
+        f"beside {host.profiled * 1e3:.2f} ms a step the host may work for {host.idle_share:.0%} of its time"
     )
+    unscaled = simulated_run(
+        presets[0], spare, config, predicted[-1], EngineCosts(device, host, on_host(of_spare))
+    )
+    seconds_of_spare = [run.result.seconds for run in of_spare]
+    factor = statistics.median(seconds_of_spare) / unscaled.seconds  # the machine may be slow for a while
+    print(f"simulated seconds are multiplied with {factor:.3f}")
     rows: list[dict[str, Any]] = []
     for preset, of_traces in runs.items():
-        row = compare(preset, of_traces, traces, config, predicted, devices, host)
+        row = compare(preset, of_traces, traces, config, predicted, device, host, factor)
         row["over_first"] = ratios(row, rows[0] if rows else row)
         rows.append(row)
         print(describe(row, presets[0]), flush=True)
@@ -434,7 +422,8 @@ def main(argv: list[str] | None = None) -> None:
         "others_share": others_share,
         "model": name,
         "profile_errors": {kind: report["test"] for kind, report in profile.errors.items()},
-        "mean_factors": [mean.factors for mean in means],
+        "factor": factor,
+        "factor_seconds": seconds_of_spare,
         "host": host._asdict(),
         "rows": rows,
         "verdicts": pairs,

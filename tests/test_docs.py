@@ -161,7 +161,9 @@ def measured_rows():
     """The same of starts, structured output and shared blocks."""
     rows = stored("start-cpu")["rows"]
     for start in dict.fromkeys(row["start"] for row in rows):
-        yield " | ".join(f"{row['seconds']:.1f}" for row in rows if row["start"] == start)
+        seconds = [f"{row['seconds']:.1f}" for row in rows if row["start"] == start]
+        if len(seconds) > 1:  # of each cache: else it is in the text
+            yield " | ".join(seconds)
     values = stored("structured-cpu")
     for kind, seconds in values["median_seconds_per_step"].items():
         yield f"{1e3 * seconds:.1f} | {values['over_free'][kind]:.2f}"
@@ -185,7 +187,7 @@ def server_rows():
 def test_figures_are_those_of_their_files():
     page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     compared, measured = list(compared_rows()), list(measured_rows())
-    assert (len(compared), len(measured)) == (4, 8)
+    assert (len(compared), len(measured)) == (4, 9)
     measured += server_rows()
     assert [row for row in (*compared, *measured) if f"| {row} |" not in page] == []
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

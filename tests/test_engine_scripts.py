@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from scheduler_helpers import LinearCosts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
@@ -17,9 +16,6 @@ import validate_simulator
 from sweep.report import Place
 
 from jaxllm.engine.profiling import Profiler
-from jaxllm.predictors.published_shapes import model_shape
-from jaxllm.predictors.regression import Sample
-from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.research.intervals import ratio_interval
 
 OPTIONS = ["--requests", "8", "--gpu-blocks", "12", "--host-blocks", "12", "--max-num-seqs", "4"]
@@ -106,15 +102,32 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     speeds = [one / other for one, other in zip(*(row["seconds"] for row in report["rows"]), strict=True)]
     assert second["speed"] == pytest.approx(ratio_interval(speeds), rel=1e-4)
     assert report["host"]["profiled"] > 0
-    assert re.match(
-        r"beside [\d.]+ ms a step, -?\d+% of the host's work.*\nvllm: real ", capsys.readouterr().out
+    assert 0 <= report["host"]["idle_share"] <= 1
+    assert len(report["factor_seconds"]) == 4, "two runs of one more trace beside those of each trace"
+    printed = capsys.readouterr().out
+    told = (
+        r"beside [\d.]+ ms a step the host may work for \d+% of its time\n.* multiplied with ([\d.]+)\nvllm: "
     )
+    assert float(re.match(told, printed)[1]) == pytest.approx(report["factor"], abs=6e-4)
 
 
-def test_a_step_is_longer_by_what_the_host_did_beside_the_profiles_own():
-    host = validate_simulator.HostWork(share=0.5, profiled=1e-3)
-    assert host.seconds(3e-3) == pytest.approx(1e-3)
-    assert host.seconds(0.5e-3) == validate_simulator.HostWork(share=-0.1, profiled=0.0).seconds(1.0) == 0.0
+def test_a_step_is_longer_by_what_the_host_does_beyond_the_profiles_own_and_what_the_step_leaves_idle():
+    class Costs:
+        def step_seconds(self, *work):
+            return 4.0 * work[0]
+
+        def swap_out_seconds(self, num_blocks):
+            return 1.0 * num_blocks
+
+        def swap_in_seconds(self, num_blocks):
+            return 2.0 * num_blocks
+
+    host = validate_simulator.HostWork(idle_share=0.25, profiled=1.0)
+    costs = validate_simulator.EngineCosts(Costs(), host, 3.5, factor=2.0)
+    assert costs.step_seconds(1, 5) == 2 * (4.0 + 1.5)  # 3.5 s, of which 1 is in a profile's and 1 is hidden
+    assert costs.step_seconds(3, 5) == 2 * 12.0  # all is hidden
+    assert (costs.swap_out_seconds(3), costs.swap_in_seconds(3)) == (6.0, 12.0)
+    assert validate_simulator.EngineCosts(Costs(), host, 0.5).step_seconds(1, 5) == 4.0
 
 
 def test_which_is_faster_is_said_only_where_the_interval_allows():
@@ -143,26 +156,6 @@ def test_errors_are_summed_up():
         "median_size": 0.125,
         "of_traces": [-0.25, 0.125, 0.0],
     }
-
-
-def test_simulations_take_the_mean_of_what_was_measured():
-    axes = TableAxes.geometric(
-        max_num_batched_tokens=64, max_num_seqs=8, max_context_tokens=256, max_num_blocks=16
-    )
-    shape = model_shape("opt-13b")
-    table = TableCostModel.distil(LinearCosts(), axes)
-    work = {"decode": (4, 16), "mixed": (4, 16, 32, 1, 0), "prefill": (0, 0, 32, 1, 0)}
-    samples = {
-        kind: [Sample.step(shape, ratio * table.step_seconds(*counts), *counts) for ratio in (1.0, 2.0)]
-        for kind, counts in work.items()
-    }
-    samples["swap_out"] = [Sample.swap_out(shape, 16, 4, 3 * table.swap_out_seconds(4))]
-    samples["swap_in"] = [Sample.swap_in(shape, 16, 4, table.swap_in_seconds(4) / 2)]
-    mean = validate_simulator.MeanCosts(table, samples)
-    for counts in work.values():
-        assert mean.step_seconds(*counts) == pytest.approx(1.5 * table.step_seconds(*counts))
-    assert mean.swap_out_seconds(8) == pytest.approx(3 * table.swap_out_seconds(8))
-    assert mean.swap_in_seconds(8) == pytest.approx(table.swap_in_seconds(8) / 2)
 
 
 def test_an_interval_is_students():

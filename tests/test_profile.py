@@ -32,7 +32,7 @@ from jaxllm.predictors.regression import fit
 from jaxllm.predictors.samples import load_samples, save_samples
 from jaxllm.predictors.store import Profile, profile_path
 from jaxllm.predictors.table import TableCostModel
-from jaxllm.research.bench.beside_steps import busy_host_share, hidden_swap_shares, sending_seconds
+from jaxllm.research.bench.beside_steps import hidden_swap_shares, idle_share, sending_seconds
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.presets import PRESETS
 from jaxllm.system.dtypes import KV_DTYPES
@@ -260,20 +260,24 @@ def test_swaps_beside_decode_steps(profiler, llm):
         hidden_swap_shares(profiler, too_many, 2, 8)
 
 
-def test_what_a_busy_host_costs_a_step(profiler, monkeypatch):
+def test_how_much_a_host_may_compute_beside_a_step(profiler, monkeypatch):
     assert 0 < sending_seconds(profiler, 2, 8, repetitions=2) < 10
-    asked, time_step = [], profiler.time_run
+    asked, time_step, hidden = [], profiler.time_run, 0.5
 
     def timed(scheduled, host_seconds=0.0):
         asked.append(host_seconds)
         assert time_step(scheduled, host_seconds) > 0
-        return 2.0 + 0.75 * host_seconds
+        return 2.0 + max(0.0, host_seconds - hidden)
 
     monkeypatch.setattr(profiler, "time_run", timed)
-    assert busy_host_share(profiler, 2e-3, 2, 8, repetitions=2) == pytest.approx(0.75)
-    assert asked == [0.0] + [2e-3, 0.0] * 2
+    assert idle_share(profiler, 2e-3, 2, 8, repetitions=2) == pytest.approx(1e-3)  # all of it is hidden
+    assert asked == [0.0] + [0.0, 2e-3] * 2
+    hidden = 1e-3
+    assert idle_share(profiler, 2e-3, 2, 8, repetitions=2) == pytest.approx(0.5e-3)
+    hidden = -1e-3  # steps get longer by more than the host's work
+    assert idle_share(profiler, 2e-3, 2, 8, repetitions=2) == 0.0
     with pytest.raises(ConfigError, match="do not fit the pool"):
-        busy_host_share(profiler, 2e-3, 2, 10**6)
+        idle_share(profiler, 2e-3, 2, 10**6)
 
 
 def test_without_a_profile_the_costs_are_a_roofline(llm, tmp_path, caplog, monkeypatch):

@@ -15,28 +15,28 @@ from jaxllm.types import Request, SchedulerOutput, Swap, host_blocks_of
 _GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
-def busy_host_share(
-    profiler: Profiler, seconds: float, batch: int, context: int, repetitions: int = 10
-) -> float:
-    """What steps take longer for a host that computes beside each of them, as a share of its `seconds`.
+def idle_share(profiler: Profiler, seconds: float, batch: int, context: int, repetitions: int = 10) -> float:
+    """For what share of a step's own time the host may compute beside it, without making it longer.
 
-    0 where the device has processors of its own; on a CPU, whose cores do both, up to 1, and more where
-    the threads of a step wait for each other. The host's work is a Python loop of so much processor
-    time, as a scheduler's is; the steps are of `batch` sequences of `context` tokens. A mean.
+    1 where the device has processors of its own. On a CPU, whose cores do both, it is what steps leave
+    idle; the rest of the host's work makes them longer by its own time. Measured with `seconds` of it before
+    each step is sent, which should be more than is hidden; a Python loop of so much processor time, as a
+    scheduler's is. The steps are of `batch` sequences of `context` tokens. A mean, from 0 to 1.
 
     Raises:
         ConfigError: they do not fit the pool.
     """
     scheduled = profiler.schedule(Work(contexts=(context,) * batch))
     profiler.time_run(scheduled)
-    differences = [
-        profiler.time_run(scheduled, seconds) - profiler.time_run(scheduled) for _ in range(repetitions)
+    pairs = [
+        (profiler.time_run(scheduled), profiler.time_run(scheduled, seconds)) for _ in range(repetitions)
     ]
-    return statistics.fmean(differences) / seconds
+    alone, beside = (statistics.fmean(times) for times in zip(*pairs, strict=True))
+    return min(1.0, max(0.0, (seconds - (beside - alone)) / alone))
 
 
 def sending_seconds(profiler: Profiler, batch: int, context: int, repetitions: int = 10) -> float:
-    """Processor time that sending and reading a step takes of this thread; as `busy_host_share`.
+    """Processor time that sending and reading a step takes of this thread; as `idle_share`.
 
     Every measured step has it within it, as far as the step does not hide it.
     """
