@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.executor.stages import Rows, micro_batches
-from jaxllm.executor.step import DecodeInputs, PrefillInputs, places_of
+from jaxllm.executor.step_rows import DecodeInputs, PrefillInputs, places_of
 from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.silicon import HOP_SECONDS, SiliconCostModel
 from jaxllm.types import STAGED_ROWS, num_micro_batches

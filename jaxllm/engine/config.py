@@ -125,6 +125,9 @@ class EngineConfig:
         pipeline_parallel_size: So many stages of layers, one after another, each on `tensor_parallel_size`
             devices of its own: for models that fit no device, where devices have no fast link. One stage
             works at a time.
+        prefill_context_parallel_size: So many groups of `tensor_parallel_size` devices share the rows of
+            prompts. Each group has all weights and the whole pool: for prompts that take too long on one,
+            where devices have no link that is fast enough for `tensor_parallel_size`.
         data_parallel_size: So many engines, each on devices of its own with a pool and a queue of its
             own. A request goes to the one at which it costs least, with what that has cached.
         nnodes: So many processes, each with its part of the `tensor_parallel_size` devices, on hosts of their
@@ -210,6 +213,7 @@ class EngineConfig:
     seed: int = option(0, within=(0, 2**63 - 1), flag=None)
     tensor_parallel_size: int = option(1, within=(1, 1024), short=("-tp",))
     pipeline_parallel_size: int = option(1, within=(1, 1024), short=("-pp",))
+    prefill_context_parallel_size: int = option(1, within=(1, 1024), short=("-pcp",))
     data_parallel_size: int = option(1, within=(1, 1024), short=("-dp",))
     nnodes: int = option(1, within=(1, 1024))
     node_rank: int = option(0, within=(0, 1023))
@@ -253,7 +257,7 @@ class EngineConfig:
                 f"costs={shown(self.costs)} says what is predicted, and profile_seconds="
                 f"{self.profile_seconds:g} would measure it: leave one of them out"
             )
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size"):
             if getattr(self, name) > 1 and self.attention_implementation == "fastest":
                 raise ConfigError(
                     f"attention_implementation='fastest' measures on one device, and {name}="
@@ -261,6 +265,8 @@ class EngineConfig:
                 )
         if self.pipeline_parallel_size > 1:
             self._check_stages()
+        if self.prefill_context_parallel_size > 1:
+            self._check_contexts()
         if self.data_parallel_size > 1:
             self._check_replicas()
         self._check_rank()
@@ -287,6 +293,22 @@ class EngineConfig:
             raise ConfigError(
                 f"heads ({drafts.method}) draft from what layers on one device give, and "
                 f"pipeline_parallel_size={count}: draft by lookup or with a model"
+            )
+
+    def _check_contexts(self) -> None:
+        """Verify that prompts on several groups of devices can have the settings."""
+        given = f"prefill_context_parallel_size={self.prefill_context_parallel_size}"
+        if self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"{given} is of one stage, and pipeline_parallel_size={self.pipeline_parallel_size}: leave "
+                "one of them out"
+            )
+        if self.nnodes > 1:
+            raise ConfigError(f"{given} is of one process, and nnodes={self.nnodes}: leave one of them out")
+        if self.speculative_config is not None:
+            raise ConfigError(
+                f"{given} shares prompts, and drafts ({self.speculative_config.method}) are verified as "
+                "prompts on one device: leave one of them out"
             )
 
     def _check_rank(self) -> None:

@@ -14,6 +14,7 @@ from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.registry import PLAIN, abstract_params, head_name, linear_weights
 from jaxllm.predictors.base import WEIGHT_FORMATS, CostModel, ModelShape
+from jaxllm.predictors.contexts import ContextParallelCosts
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.silicon import ALIKE, SiliconCostModel
@@ -49,20 +50,21 @@ def shape_of(
     kv_dtype: str | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    prefill_context_parallel: int = 1,
 ) -> ModelShape:
     """The sizes of a model that decide its costs.
 
-    Its name is followed by the formats of weights and KV, by how many devices share each layer, and by how
-    many stages there are.
+    Its name is followed by the formats of weights and KV, by how many devices share each layer, by how many
+    stages there are, and by how many groups share prompts.
     """
     kv_dtype = kv_dtype or dtype
     name += formats.suffix + (f"-kv-{kv_dtype}" if kv_dtype != dtype else "")
     weights, head = formats.cost_names(tuple(linear_weights(config)), head_name(config))
     are_codes = weights in WEIGHT_FORMATS, head in WEIGHT_FORMATS
     bits = _bits(config, dtype, formats) if any(are_codes) else (0.0, 0.0)
-    name += f"-tp{tensor_parallel}" if tensor_parallel > 1 else ""
+    layout = {"tp": tensor_parallel, "pp": pipeline_parallel, "pcp": prefill_context_parallel}
     return ModelShape(
-        name=name + (f"-pp{pipeline_parallel}" if pipeline_parallel > 1 else ""),
+        name=name + "".join(f"-{letters}{count}" for letters, count in layout.items() if count > 1),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
@@ -102,6 +104,7 @@ def find_costs(
     use_profile: bool = True,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    prefill_context_parallel: int = 1,
 ) -> tuple[CostModel, str] | None:
     """Predicted costs of a model on a device, and where they come from.
 
@@ -117,6 +120,7 @@ def find_costs(
         tensor_parallel: devices that share each layer; the roofline is that of one's part, without sums.
         pipeline_parallel: stages, one after another; the roofline is that of all of them, without what is
             moved between.
+        prefill_context_parallel: groups of devices that share prompts, without what they send one another.
 
     Raises:
         ProfileError: the profile is damaged, or of another model of the same name.
@@ -133,10 +137,16 @@ def find_costs(
     if is_measured and tensor_parallel <= _MOST_MEASURED:
         layout: Any = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
         silicon = SiliconCostModel(model, device, block_size=block_size, micro_batches=True, **layout)
-        return silicon, f"measured kernels of {device.name}"
-    if device_kind != "cpu":  # whose devices share its cores
-        model = _part(model, tensor_parallel)
-    return RooflineCostModel(model, device, block_size=block_size), f"roofline of {device.name}"
+        return _of_groups(silicon, prefill_context_parallel), f"measured kernels of {device.name}"
+    source = f"roofline of {device.name}"
+    if device_kind == "cpu":  # whose devices share its cores
+        return RooflineCostModel(model, device, block_size=block_size), source
+    roofline = RooflineCostModel(_part(model, tensor_parallel), device, block_size=block_size)
+    return _of_groups(roofline, prefill_context_parallel), source
+
+
+def _of_groups(costs: CostModel, num_contexts: int) -> CostModel:
+    return ContextParallelCosts(costs, num_contexts) if num_contexts > 1 else costs
 
 
 def _part(model: ModelShape, num_devices: int) -> ModelShape:

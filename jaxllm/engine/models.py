@@ -86,17 +86,19 @@ def placements(config: EngineConfig) -> list[Placement]:
     devices, stages = jax.devices(), config.pipeline_parallel_size
     if config.nnodes > 1:
         return [Placement(_devices_of_processes(config, devices))]
-    size, count = config.tensor_parallel_size * stages, config.data_parallel_size
+    contexts, count = config.prefill_context_parallel_size, config.data_parallel_size
+    size = config.tensor_parallel_size * stages * contexts
     if size * count > len(devices):
         others = f"data_parallel_size={count} times " if count > 1 else ""
         others += f"pipeline_parallel_size={stages} times " if stages > 1 else ""
+        others += f"prefill_context_parallel_size={contexts} times " if contexts > 1 else ""
         raise ConfigError(
             f"{others}tensor_parallel_size={config.tensor_parallel_size} is more than the devices that JAX "
             f"sees, {len(devices)} of {devices[0].platform}: take fewer (a CPU is as many with XLA_FLAGS="
             f"--xla_force_host_platform_device_count={size * count})"
         )
     starts = range(0, size * count, size)
-    return [Placement(tuple(devices[start : start + size]), stages) for start in starts]
+    return [Placement(tuple(devices[start : start + size]), stages, contexts) for start in starts]
 
 
 def _devices_of_processes(config: EngineConfig, devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:

@@ -87,6 +87,7 @@ def make_scheduling(
     own: CostModel | str | os.PathLike[str] | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    prefill_context_parallel: int = 1,
 ) -> Scheduling:
     """Find or import the policy, and the costs it needs.
 
@@ -97,7 +98,8 @@ def make_scheduling(
         block_size: tokens per KV block.
         folder: of profiles; the user's cache folder if None.
         own: what `own_costs` takes, instead of the engine's costs.
-        tensor_parallel, pipeline_parallel: devices that share each layer, and stages.
+        tensor_parallel, pipeline_parallel, prefill_context_parallel: devices that share each layer, stages,
+            and groups that share prompts.
 
     Raises:
         ConfigError: there is no such policy, or `own` is no predictor.
@@ -110,6 +112,7 @@ def make_scheduling(
     weighs = weighs_costs(chosen)
     where = shape, device_kind, block_size
     layout: Any = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+    layout["prefill_context_parallel"] = prefill_context_parallel
     find = functools.partial(find_costs, *where, folder, **layout)
     try:
         found = find() if own is None else _own(own, *where)

@@ -94,6 +94,7 @@ def choose(config: EngineConfig, model: Model) -> Choices:
     layout: Any = {
         "tensor_parallel": config.tensor_parallel_size,
         "pipeline_parallel": config.pipeline_parallel_size,
+        "prefill_context_parallel": config.prefill_context_parallel_size,
     }
     shape = shape_of(model.config, name, model.dtype, model.formats, model.kv_dtype, **layout)
     where = model.device.device_kind, config.block_size
@@ -112,6 +113,12 @@ def choose(config: EngineConfig, model: Model) -> Choices:
         prefill_sizes=config.prefill_buckets,
         is_padding_cheap=has_native_products,
     )
+    contexts = model.placement.num_contexts
+    if odd := [size for size in buckets.sizes if size % contexts]:
+        raise ConfigError(
+            f"prefill_context_parallel_size={contexts} does not divide steps of {odd[0]} rows: take "
+            f"max_num_batched_tokens (now {max_num_batched_tokens}) and prefill_buckets that it divides"
+        )
     max_drafts = 0
     if config.speculative_config is not None:
         most = max_num_batched_tokens - max_num_seqs

@@ -16,7 +16,8 @@ from jaxllm.executor.drafter import CompiledAhead, placed
 from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.programs import state_shapes
 from jaxllm.executor.sampler import largest
-from jaxllm.executor.step import DecodeInputs, PrefillInputs, forward
+from jaxllm.executor.step import forward
+from jaxllm.executor.step_rows import DecodeInputs, PrefillInputs
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.registry import abstract_params, bind
 from jaxllm.types import Request

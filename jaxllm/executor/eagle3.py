@@ -18,7 +18,8 @@ from jax import lax
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.draft_programs import implementation_of, pool_shape
 from jaxllm.executor.sampler import largest
-from jaxllm.executor.step import DecodeInputs, PagedAttention, PrefillInputs, places_of
+from jaxllm.executor.step import PagedAttention
+from jaxllm.executor.step_rows import DecodeInputs, PrefillInputs, places_of
 from jaxllm.models.eagle3 import LAYER, TO_TARGET, Eagle3Config
 from jaxllm.models.layers import swiglu
 from jaxllm.models.linear_weights import product

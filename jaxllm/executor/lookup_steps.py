@@ -20,7 +20,8 @@ from jax import lax
 
 from jaxllm.executor.sampler import SampledRows
 from jaxllm.executor.slot_params import SlotParams
-from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, StepOutputs, ends, run_step
+from jaxllm.executor.step import DeviceState, StepOutputs, ends, run_step
+from jaxllm.executor.step_rows import DecodeInputs, PrefillInputs
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.types import NO_TOKEN, WRONG_DRAFT
 

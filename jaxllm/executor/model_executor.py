@@ -124,7 +124,7 @@ class ModelExecutor(Worker):
 
     def _on_first(self, array: jax.Array | None) -> jax.Array | None:
         """The first device's copy, which what drafts computes with."""
-        if array is None or not self._placement.is_shared:
+        if array is None or len(self._placement.devices) == 1:
             return array
         return array.addressable_data(0)
 

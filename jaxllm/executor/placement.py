@@ -1,7 +1,8 @@
 """Where weights, pool and state lie: on one device, or on several that share each layer (tensor parallelism).
 
 Layers may also be on devices of their own, stage by stage (pipeline parallelism): each stage has its layers
-and their part of the pool, and the first one all else.
+and their part of the pool, and the first one all else. Or several groups of devices have the same of
+everything, and share the rows of prompts (context parallelism, `executor.context_parallel`).
 
     cut by outputs    queries, keys and values by heads; gate and up; the output head, if it is not tied
     cut by inputs     what follows them, whose results are summed over the devices
@@ -32,7 +33,7 @@ from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.registry import abstract_params, in_format, linear_weights, num_summing_layers
 from jaxllm.models.weight_parts import of_inputs, of_outputs
 
-STAGES = "stages"
+STAGES, CONTEXT = "stages", "context"
 ON_EACH, CUT, BY_KV_HEADS = Spec(), Spec(TENSOR), Spec(None, STAGES, None, TENSOR)
 """How an array lies on several devices: whole on each, by its first axis, or as the pool."""
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
@@ -43,22 +44,26 @@ class Placement:
     """The devices of an engine.
 
     Args:
-        devices: those that share each layer, or one, of each stage; empty for one that nobody has named.
+        devices: those that share each layer, or one, of each stage or group; empty for one that nobody has
+            named.
         num_stages: into how many equal parts the layers are cut.
+        num_contexts: groups of devices that share prompts, with one stage.
     """
 
     devices: tuple[jax.Device, ...] = ()
     num_stages: int = 1
+    num_contexts: int = 1
 
     @functools.cached_property
     def mesh(self) -> Mesh:
         """Of several devices."""
-        return Mesh(np.array(self.devices).reshape(self.num_stages, -1), (STAGES, TENSOR))
+        shape = self.num_stages, self.num_contexts, self.width
+        return Mesh(np.array(self.devices).reshape(shape), (STAGES, CONTEXT, TENSOR))
 
     @property
     def width(self) -> int:
         """How many devices share each layer."""
-        return max(1, len(self.devices) // self.num_stages)
+        return max(1, len(self.devices) // (self.num_stages * self.num_contexts))
 
     @property
     def is_shared(self) -> bool:
@@ -178,7 +183,7 @@ class Placement:
         return jax.tree.map(whole, specs, parts, is_leaf=lambda x: isinstance(x, Spec))
 
     def _whole(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
-        sizes = {TENSOR: self.width, STAGES: self.num_stages, None: 1}
+        sizes = {TENSOR: self.width, STAGES: self.num_stages, None: 1}  # CONTEXT cuts nothing
         counts = [sizes[axis] for axis in spec]
         return *(size * count for size, count in zip(shape, counts, strict=False)), *shape[len(counts) :]
 
@@ -195,7 +200,7 @@ class Placement:
         if self.num_stages > 1:
             stage = self.stages[self.stage_of(config, name)]
             return stage.placed(config, formats, name, jax.device_put(weight, stage.devices[0]))
-        if not self.is_shared:
+        if self.width * self.num_contexts == 1:
             return in_format(config, formats, name, weight)
         own, axis = self.share(config), _cuts(config, self.share(config)).get(name)
         if axis is None or _why_not(config, own, formats, name) is None:
@@ -204,7 +209,7 @@ class Placement:
         for number, device in enumerate(self.devices):
             if device not in self.local.devices:
                 continue
-            part = weight if axis is None else _part(config, own, name, axis, number, weight)
+            part = weight if axis is None else _part(config, own, name, axis, number % self.width, weight)
             parts.append(in_format(own, formats, name, jax.device_put(part, device)))
         spec = ON_EACH if axis is None else CUT
 

@@ -14,14 +14,8 @@ import numpy as np
 from jaxllm.executor.lookup_steps import Lookup, run_lookup_steps
 from jaxllm.executor.placement import ANYWHERE, BY_KV_HEADS, ON_EACH, Placement
 from jaxllm.executor.slot_params import PackedSlotParams, Sampling
-from jaxllm.executor.step import (
-    DecodeInputs,
-    DeviceState,
-    PrefillInputs,
-    StepOutputs,
-    run_decode_steps,
-    run_step,
-)
+from jaxllm.executor.step import DeviceState, StepOutputs, run_decode_steps, run_step
+from jaxllm.executor.step_rows import DecodeInputs, PrefillInputs
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.registry import PLAIN, Params, abstract_params
@@ -163,9 +157,12 @@ def step_program(
     slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PackedSlotParams.host_zeros(max_num_seqs)))
     _, num_inputs = _layout(key, max_num_seqs, block_size)
     packed = jax.ShapeDtypeStruct((num_inputs,), jnp.int32)
-    options = {"implementation": implementation, "processors": processors, "kept_layers": kept_layers}
+    options: dict[str, Any] = {"implementation": implementation, "processors": processors}
+    options["kept_layers"] = kept_layers
     if key.num_lookups:
         options["lookup"] = lookup
+    if key.max_chunks:
+        options["num_contexts"] = placement.num_contexts
     step = functools.partial(_packed_step, own, key, max_num_seqs, options)
     params = abstract_params(own, dtype, formats)
     specs = placement.weight_specs(model_config), STATE_SPECS, ON_EACH, ON_EACH
@@ -213,11 +210,11 @@ def state_shapes(
 class PackedStep:
     """The inputs of a step: views of parts of one flat int32 array, uploaded at once; padding at first.
 
-    `decode_slots`, `decode_lengths` [B] are those of `step.DecodeInputs`, and `num_steps` [1] how many
+    `decode_slots`, `decode_lengths` [B] are those of `step_rows.DecodeInputs`, and `num_steps` [1] how many
     iterations to compute; `limits` [B] and `num_drafts` [2] those of `run_lookup_steps`; `tokens`, `targets`,
-    `query_starts`, `lengths`, `slots`, `num_seqs` and `sampled` those of `step.PrefillInputs`, if there are
-    prompts. `new_blocks` [2, U] are changes of the block tables,
-    which stay on the device: places in the flat tables, beyond their end in padding, and the block there.
+    `query_starts`, `lengths`, `slots`, `num_seqs` and `sampled` those of `step_rows.PrefillInputs`, if there
+    are prompts. `new_blocks` [2, U] are changes of the block tables, which stay on the device: places in the
+    flat tables, beyond their end in padding, and the block there.
     """
 
     decode_slots: np.ndarray

@@ -28,15 +28,8 @@ import numpy as np
 from jaxllm.executor.placement import BY_KV_HEADS, ON_EACH, Placement
 from jaxllm.executor.programs import EngineState, PackedStep, ProgramKey, rows_in_use, state_shapes, unpacked
 from jaxllm.executor.slot_params import PackedSlotParams, Sampling
-from jaxllm.executor.step import (
-    DecodeInputs,
-    PagedAttention,
-    Places,
-    PrefillInputs,
-    StepOutputs,
-    rows_of,
-    sample_rows,
-)
+from jaxllm.executor.step import PagedAttention, StepOutputs, rows_of, sample_rows
+from jaxllm.executor.step_rows import DecodeInputs, Places, PrefillInputs
 from jaxllm.models.architecture import CausalLM, ModelConfig
 from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.registry import Params, abstract_params, bind

@@ -20,8 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm import pallas_kernels
+from jaxllm.executor.context_parallel import OwnRows, SharedPrompts
 from jaxllm.executor.sampler import Logprobs, SampledRows, sample, token_logprobs
 from jaxllm.executor.slot_params import Sampling, SlotParams
+from jaxllm.executor.step_rows import DecodeInputs, Places, PrefillInputs, num_rows_of, places_of
 from jaxllm.models.architecture import CausalLM, ModelConfig
 from jaxllm.models.layers import Attend, Edit, LayerInputs
 from jaxllm.models.registry import bind
@@ -47,33 +49,6 @@ class DeviceState(NamedTuple):
     layers: jax.Array | None = None
 
 
-class DecodeInputs(NamedTuple):
-    """`slots` [B], `lengths` [B] (tokens with KV after this step; 0 in padding), `block_tables` [B, M]."""
-
-    slots: jax.Array
-    lengths: jax.Array
-    block_tables: jax.Array
-
-
-class PrefillInputs(NamedTuple):
-    """Chunks one after another, after the decode rows.
-
-    `tokens` [R], of which those of decode rows are not read; `targets` [R], the token after each (for prompt
-    log-probabilities); `query_starts` [P + 1], rows, the first of them the number of decode rows; `lengths`
-    [P], tokens with KV after this step; `slots` [P]; `num_seqs` [1]; `sampled` [3, S]: the rows that are
-    sampled, their slots and their lengths, with slot -1 in padding; `block_tables` [P, M]. All int32.
-    """
-
-    tokens: jax.Array
-    targets: jax.Array
-    query_starts: jax.Array
-    lengths: jax.Array
-    slots: jax.Array
-    num_seqs: jax.Array
-    sampled: jax.Array
-    block_tables: jax.Array
-
-
 class StepOutputs(NamedTuple):
     """Sampled rows, and with `Sampling.PROMPT_LOGPROBS` those of each row's target in a step with prompts.
 
@@ -86,75 +61,7 @@ class StepOutputs(NamedTuple):
     logits: jax.Array
 
 
-class Places(NamedTuple):
-    """Per row of the step: its slot, position and place in the pool; padding has the last slot, and -1."""
-
-    slots: jax.Array
-    positions: jax.Array
-    slot_mapping: jax.Array
-
-
 _Carry = tuple[jax.Array, DeviceState, jax.Array, jax.Array, SampledRows, jax.Array]
-
-
-def slot_of(block_tables: jax.Array, rows: jax.Array, positions: jax.Array, block_size: int) -> jax.Array:
-    """Pool slot, `block * block_size + offset`, of each position (-1 stays -1)."""
-    position = jnp.maximum(positions, 0)
-    column = jnp.minimum(position // block_size, block_tables.shape[1] - 1)
-    slot = block_tables[rows, column] * block_size + position % block_size
-    return jnp.where(positions >= 0, slot, -1)
-
-
-def chunk_of(ends: jax.Array, rows: jax.Array) -> jax.Array:
-    """How many of `ends` [P], in ascending order, are not after each of `rows` [R]; [R] int32."""
-    return jnp.sum(ends[None, :] <= rows[:, None], axis=1, dtype=jnp.int32)
-
-
-def _decode_places(decode: DecodeInputs, padding_slot: int, block_size: int) -> Places:
-    positions = decode.lengths - 1
-    rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
-    slots = jnp.where(positions >= 0, decode.slots, padding_slot)
-    return Places(slots, positions, slot_of(decode.block_tables, rows, positions, block_size))
-
-
-def _prefill_places(inputs: PrefillInputs, padding_slot: int, block_size: int) -> Places:
-    rows = jnp.arange(inputs.tokens.shape[0], dtype=jnp.int32)
-    ends = inputs.query_starts[1:]
-    seq = chunk_of(ends, rows)
-    inside = (seq < inputs.num_seqs[0]) & (rows >= inputs.query_starts[0])
-    seq = jnp.minimum(seq, ends.shape[0] - 1)
-    positions = jnp.where(inside, inputs.lengths[seq] - (ends[seq] - rows), -1)
-    slots = jnp.where(inside, inputs.slots[seq], padding_slot)
-    return Places(slots, positions, slot_of(inputs.block_tables, seq, positions, block_size))
-
-
-def places_of(
-    decode: DecodeInputs | None, prefill: PrefillInputs | None, padding_slot: int, block_size: int
-) -> Places:
-    """Of all rows of the step."""
-    if prefill is None:
-        if decode is None:
-            raise ValueError("a step needs decodes or prompts")
-        return _decode_places(decode, padding_slot, block_size)
-    prompts = _prefill_places(prefill, padding_slot, block_size)
-    if decode is None:
-        return prompts
-    decodes = _decode_places(decode, padding_slot, block_size)
-    is_decode = decodes.positions >= 0
-    merged = (
-        part.at[: len(is_decode)].set(jnp.where(is_decode, own, part[: len(is_decode)]))
-        for own, part in zip(decodes, prompts, strict=True)
-    )
-    return Places(*merged)
-
-
-def _num_rows(decode: DecodeInputs | None, prefill: PrefillInputs | None) -> jax.Array:
-    """Up to which row a step's rows are in use."""
-    if prefill is not None:
-        return prefill.query_starts[prefill.num_seqs[0]]
-    assert decode is not None
-    rows = jnp.arange(1, decode.lengths.shape[0] + 1, dtype=jnp.int32)
-    return jnp.max(jnp.where(decode.lengths > 0, rows, 0))
 
 
 class PagedAttention(Attend):
@@ -173,7 +80,7 @@ class PagedAttention(Attend):
         self._decode = decode
         self._prefill = prefill
         self._implementation = implementation
-        self.num_rows = _num_rows(decode, prefill)
+        self.num_rows = num_rows_of(decode, prefill)
         plain = pallas_kernels.REFERENCE
         self.splits_products = implementation != plain and pallas_kernels.default_implementation() == "triton"
 
@@ -219,6 +126,7 @@ def forward(
     implementation: str | None = None,
     edit: Edit | None = None,
     keeps: LayerInputs | None = None,
+    num_contexts: int = 1,
 ) -> tuple[jax.Array, jax.Array, CausalLM]:
     """The forward pass over decodes and prompts.
 
@@ -234,17 +142,25 @@ def forward(
         implementation: of attention.
         edit: changes the residual stream [R, hidden_size] before layers.
         keeps: is told what layers are given.
+        num_contexts: so many devices, along `placement.CONTEXT`, have the rows of a step with prompts between
+            them, as many each; they know nothing of `edit` and `keeps`.
 
     Returns:
         The updated pool, the hidden states [R, features], and the bound model for its output head.
     """
     model = bind(config, params)
     places = places_of(decode, prefill, 0, pool.shape[4])
-    attend = PagedAttention(pool, places.slot_mapping, decode, prefill, implementation)
-    attend.edit, attend.keeps = edit, keeps
     positions = jnp.maximum(places.positions, 0)
     if first_positions is not None:
         positions += first_positions
+    attend: PagedAttention | SharedPrompts
+    if num_contexts > 1 and prefill is not None:
+        own = OwnRows(len(tokens), num_contexts)
+        attend = SharedPrompts(pool, places.slot_mapping, decode, prefill, own, implementation)
+        hidden = own.gathered(model(own.of(tokens), own.of(positions), attend))
+        return attend.pool, hidden, model
+    attend = PagedAttention(pool, places.slot_mapping, decode, prefill, implementation)
+    attend.edit, attend.keeps = edit, keeps
     hidden = model(tokens, positions, attend)
     return attend.pool, hidden, model
 
@@ -262,11 +178,12 @@ def run_step(
     implementation: str | None = None,
     edit: Edit | None = None,
     kept_layers: tuple[int, ...] = (),
+    num_contexts: int = 1,
 ) -> tuple[DeviceState, StepOutputs]:
     """Compute one iteration: forward pass, KV writes, sampling, and the sampled tokens into the history.
 
-    `sampling` is what its requests ask for (static), `processors` those of `sample`, `edit` as in `forward`;
-    `kept_layers` are those of `DeviceState.layers`.
+    `sampling` is what its requests ask for (static), `processors` those of `sample`, `edit` and
+    `num_contexts` as in `forward`; `kept_layers` are those of `DeviceState.layers`.
     """
     pool, history, kept, layers = state
     places, tokens, history = rows_of(history, decode, prefill, pool.shape[4])
@@ -282,6 +199,7 @@ def run_step(
         implementation=implementation,
         edit=edit,
         keeps=keeps,
+        num_contexts=num_contexts,
     )
     if layers is not None and keeps is not None:
         flat = layers.reshape(-1, layers.shape[2])
@@ -325,7 +243,7 @@ def sample_rows(
     prompt_logprobs = None
     if prefill is None:
         slots, lengths = places.slots, places.positions + 1
-        num_sampled = _num_rows(decode, None)
+        num_sampled = num_rows_of(decode, None)
     else:
         rows, slots, lengths = prefill.sampled
         num_sampled = jnp.sum(slots >= 0, dtype=jnp.int32)

@@ -13,12 +13,8 @@ from jax import export, lax
 
 from jaxllm.errors import RequestError, shown
 from jaxllm.executor.slot_params import Sampling, SlotParams
-from jaxllm.executor.step import (
-    DecodeInputs,
-    DeviceState,
-    StepOutputs,
-    run_step,
-)
+from jaxllm.executor.step import DeviceState, StepOutputs, run_step
+from jaxllm.executor.step_rows import DecodeInputs
 from jaxllm.functional.checks import (
     Params,
     check_key,

@@ -11,7 +11,8 @@ import numpy as np
 from jax import export
 
 from jaxllm.errors import RequestError
-from jaxllm.executor.step import DecodeInputs, PrefillInputs, chunk_of, forward
+from jaxllm.executor.step import forward
+from jaxllm.executor.step_rows import DecodeInputs, PrefillInputs, chunk_of
 from jaxllm.functional.checks import (
     Params,
     check_cache,

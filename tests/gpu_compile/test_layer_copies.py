@@ -15,7 +15,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from published import LLAMA_3_8B
 
-from jaxllm.executor.step import PagedAttention, PrefillInputs, forward, places_of
+from jaxllm.executor.step import PagedAttention, forward
+from jaxllm.executor.step_rows import PrefillInputs, places_of
 from jaxllm.models.config import config_from_dict
 from jaxllm.models.registry import abstract_params, bind
 from jaxllm.models.rope import rope_table

@@ -58,6 +58,34 @@ def test_devices_sum_twice_a_layer_and_gather_logits(key, num_devices):
     assert memory.temp_size_in_bytes < 64 * MIB
 
 
+@pytest.mark.parametrize(("num_devices", "num_contexts"), [(2, 2), (4, 4), (4, 2)])
+def test_groups_that_share_prompts_gather_keys_and_values(num_devices, num_contexts):
+    """Once a layer, and what is sampled of the last one; nothing of decodes but what each group sums."""
+    width, said_by, needed = num_devices // num_contexts, [], []
+    prompts, decode = ProgramKey(1024, 8), ProgramKey(64)
+    options = {"dtype": "bfloat16", "implementation": "triton", **SIZES}
+    for groups in (num_contexts, 1):
+        with Compiler(get_target("h100"), width * groups, groups) as compiler:
+            own = compiler.placement.share(CONFIG)
+            for key in (prompts, decode) if groups > 1 else (prompts,):
+                placed = step_program(CONFIG, key, placement=compiler.placement, **options)
+                program = compiler.compile(*flat(placed))
+                said_by.append(said(program))
+                if key == prompts:
+                    needed.append(program.memory_analysis().temp_size_in_bytes)
+    assert needed[0] < 0.7 * needed[1], "rows of the other groups take no memory"
+    rows, hidden, heads = prompts.rows // num_contexts, CONFIG.hidden_size, 2 * own.num_kv_heads
+    logits = [f"(f32[64,{CONFIG.vocab_size // width}], f32[64,{CONFIG.vocab_size}])"] * (width > 1)
+    sums = [f"bf16[{rows},{hidden}]"] * (2 * NUM_LAYERS if width > 1 else 0)
+    gathered = [f"(bf16[{rows},{heads},128], bf16[{prompts.rows},{heads},128])"] * NUM_LAYERS
+    gathered += [f"(bf16[{rows},{hidden}], bf16[{prompts.rows},{hidden}])"]
+    assert sorted(said_by[0].pop("all-gather")) == sorted(gathered + logits)
+    assert said_by[0].pop("all-reduce", []) == sums
+    assert said_by[1].pop("all-gather", []) == logits
+    assert len(said_by[1].pop("all-reduce", [])) == len(sums)
+    assert not any(said_by[:2])
+
+
 def test_swaps_say_nothing():
     """Each device moves its heads of a block."""
     with Compiler(get_target("h100"), 4) as compiler:

@@ -160,6 +160,7 @@ def _measure(args: argparse.Namespace) -> int:
         llm.executor.config.kv_dtype,
         llm.config.tensor_parallel_size,
         llm.config.pipeline_parallel_size,
+        llm.config.prefill_context_parallel_size,
     )
     for path in args.with_samples:
         check_formats(path, shape)

@@ -149,12 +149,13 @@ class Compiler:
     Args:
         target: the device.
         num_devices: how many there are; programs of several are made with `placement`.
+        num_contexts: into how many groups that share prompts they come apart.
 
     Raises:
         ConfigError: JAX's CUDA plugin is not installed; the message says how to install it.
     """
 
-    def __init__(self, target: GPUTarget, num_devices: int = 1) -> None:
+    def __init__(self, target: GPUTarget, num_devices: int = 1, num_contexts: int = 1) -> None:
         self.target = target
         check_plugin()
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there is no driver to ask
@@ -162,7 +163,7 @@ class Compiler:
             topology = topologies.get_topology_desc(
                 platform="cuda", target_config=target.text_proto(), topology=f"1x1x{num_devices}"
             )
-        self.placement = Placement(tuple(topology.devices))
+        self.placement = Placement(tuple(topology.devices), num_contexts=num_contexts)
         self._mesh = self.placement.mesh
         self._stack = contextlib.ExitStack()
 
