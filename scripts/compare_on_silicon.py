@@ -7,7 +7,9 @@ a step, the pool that 0.9 of the GPUs' memory leaves (`jaxllm.research.simulator
 of `SiliconCostModel`. Nobody knows an output's length before it ends. Lengths are lognormal, clipped.
 Everything is sent at once, by clients that each wait for their answer, or by a Poisson process at a share of
 what `vllm_v1` serves when it is sent at once. In cells of turns agents answer 12 times on average, 5 s apart,
-and each time begin with all that was said; the prefix cache is on, and latencies are a turn's.
+and each time begin with all that was said; the prefix cache is on, and latencies are a turn's. In those of
+tools 5 s are the mean of a lognormal with a heavy tail: half of them are under 1.4 s, and one in a hundred
+takes a minute.
 
 `before` is the default as it was until admission by growth, kept here for the comparison;
 `adaptive_throughput` is today's and was the same. For each preset: tokens/s, mean latency, 99th percentile
@@ -73,6 +75,8 @@ LOADS: Mapping[str, tuple[LognormalLengths, LognormalLengths]] = {
     ),
 }
 """Prompts and outputs, in tokens."""
+TURNS: Mapping[str, float | None] = {"turns": None, "tools": 1.6}
+"""Loads of conversations, with the `think_sigma` of their pauses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +84,8 @@ class Cell:
     """A setting; `load` of several names joined by "+" draws each request from one of them.
 
     Args:
-        num_requests: of "turns", conversations.
-        rate: a share of what `vllm_v1` serves; of "turns", conversations that begin in a second. None sends
+        num_requests: of `TURNS`, conversations.
+        rate: a share of what `vllm_v1` serves; of `TURNS`, conversations that begin in a second. None sends
             everything at once.
         clients: that each send their next request when they have an answer; 0 for none.
         gpus: that share the model, tensor parallel.
@@ -128,6 +132,8 @@ CELLS = (
     Cell("h100", "llama-3-8b", "turns", 256, 150, rate=1.0),
     Cell("h100", "llama-3-8b", "turns", 256, 150, rate=1.0, host_bytes=16e9),
     Cell("h100", "llama-3-8b", "turns", 256, 150, rate=1.0, host_bytes=256e9),
+    Cell("h100", "llama-3-8b", "tools", 256, 150, rate=1.0),
+    Cell("h100", "llama-3-8b", "tools", 256, 150, rate=1.0, host_bytes=16e9),
     Cell("a100", "llama-2-13b", "turns", 256, 30, rate=0.1),
     Cell("l40s", "llama-3-8b", "turns", 256, 80, rate=0.3, gpus=2),
 )
@@ -177,7 +183,7 @@ MAIN = ("vllm_v1", "before", "adaptive_throughput", "adaptive")
 
 def trace_of(cell: Cell, seed: int, served: float) -> Trace:
     """Requests of a cell; `served` is what a rate is a share of, in requests a second."""
-    if cell.load == "turns":
+    if cell.load in TURNS:
         assert cell.rate is not None
         return make_conversations(
             cell.num_requests,
@@ -185,6 +191,7 @@ def trace_of(cell: Cell, seed: int, served: float) -> Trace:
             answers=LognormalLengths(mean=150, sigma=0.8, shortest=5, longest=1000),
             mean_turns=12,
             mean_think=5.0,
+            think_sigma=TURNS[cell.load],
             common_len=1200,
             max_len=LONGEST - 1,
             arrivals=Poisson(cell.rate),
@@ -221,7 +228,7 @@ def run(cell: Cell, seed: int, name: str, served: float = 1.0) -> dict[str, floa
         max_num_seqs=cell.max_num_seqs,
         max_num_batched_tokens=8192,
         num_host_blocks=int(cell.host_bytes / block_bytes) if policy.may_swap else 0,
-        enable_prefix_caching=cell.load == "turns",
+        enable_prefix_caching=cell.load in TURNS,
     )
     scheduler = Scheduler(config, policy)
     trace = trace_of(cell, seed, served)
@@ -244,7 +251,7 @@ def run(cell: Cell, seed: int, name: str, served: float = 1.0) -> dict[str, floa
 def run_cell(cell: Cell, seed: int, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
     """Presets in a cell, and `vllm_v1`, whose rate of serving is a load of 1."""
     served = 1.0
-    if cell.load == "turns":
+    if cell.load in TURNS:
         names = tuple(CACHES)
     elif cell.rate is not None:
         served = run(dataclasses.replace(cell, rate=None), seed, "vllm_v1")["requests_per_second"]

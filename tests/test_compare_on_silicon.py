@@ -41,8 +41,9 @@ def test_rates_are_shares_of_what_is_served():
     assert 40 / trace.arrival_times[-1] == pytest.approx(0.5 * served["requests_per_second"], rel=0.5)
 
 
-def test_cells_with_turns_compare_caches():
-    cell = compare_on_silicon.Cell("h100", "llama-3-8b", "turns", 256, 3, rate=1.0, host_bytes=1e9)
+@pytest.mark.parametrize("load", compare_on_silicon.TURNS)
+def test_cells_with_turns_compare_caches(load):
+    cell = compare_on_silicon.Cell("h100", "llama-3-8b", load, 256, 3, rate=1.0, host_bytes=1e9)
     found = compare_on_silicon.run_cell(cell, 0, ("vllm_v1",))
     assert list(found) == list(compare_on_silicon.CACHES)
     assert all(row["tokens_per_second"] > 0 for row in found.values())

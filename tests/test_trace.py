@@ -292,6 +292,27 @@ def test_conversations_follow_one_another_and_grow():
     assert num_later > 30
 
 
+def test_pauses_of_tools_have_a_heavy_tail():
+    """Of the same mean: most are short, and a few are very long."""
+    drawn = {}
+    for sigma in (None, 1.6):
+        trace = make_conversations(4000, mean_turns=12, mean_think=5.0, think_sigma=sigma, max_len=30_000)
+        drawn[sigma] = trace.think_times[trace.follows >= 0]
+        assert drawn[sigma].mean() == pytest.approx(5.0, rel=0.1)
+    law = "lognormal, sigma 1.6, mean 5.0 s"
+    assert f"think: {law}" in trace.notes
+    assert np.median(drawn[1.6]) == pytest.approx(5 * np.exp(-(1.6**2) / 2), rel=0.05)
+    assert np.quantile(drawn[1.6], 0.999) > 3 * np.quantile(drawn[None], 0.999)
+    even = make_conversations(9, mean_think=5.0, think_sigma=0, seed=2)
+    np.testing.assert_array_equal(even.think_times, np.where(even.follows >= 0, 5.0, 0.0))
+
+
+@pytest.mark.parametrize("sigma", [-0.1, 5.1, float("nan"), "wide"])
+def test_a_spread_of_pauses_that_cannot_be_is_refused(sigma):
+    with pytest.raises(ConfigError, match="think_sigma"):
+        make_conversations(2, think_sigma=sigma)
+
+
 def test_a_turn_begins_with_what_was_said():
     trace = make_conversations(9, common_len=8, seed=1)
     firsts = [index for index in range(len(trace)) if trace.followed(index) < 0]

@@ -50,6 +50,7 @@ def make_conversations(
     answers: Lengths = ANSWERS,
     mean_turns: float = MEAN_TURNS,
     mean_think: float = 60.0,
+    think_sigma: float | None = None,
     common_len: int = 0,
     max_len: int = 4096,
     arrivals: ArrivalProcess = _ALL_AT_ONCE,
@@ -64,7 +65,9 @@ def make_conversations(
         answers: tokens of an answer.
         mean_turns: of all conversations; `SINGLE_SHARE` of them have one, the others two and a geometric
             number more. At least 1 + 1 - `SINGLE_SHARE`, so that this can be.
-        mean_think: seconds between an answer and the next turn, exponential.
+        mean_think: mean seconds between an answer and the next turn.
+        think_sigma: of their logarithm, which makes them lognormal: from 1 on with a heavy tail, as the tools
+            of agents take (Continuum, arXiv 2511.02230). 0 to 5; None draws them from an exponential.
         common_len: tokens that all begin with, such as a system prompt.
         max_len: a conversation ends before the turn that would be longer with its answer.
         arrivals: when conversations begin.
@@ -75,7 +78,8 @@ def make_conversations(
         ConfigError: an argument is out of range.
     """
     count = check_integer("num_conversations", num_conversations, 1, MAX_REQUESTS)
-    common_len, max_len = _check_sizes(common_len, max_len, mean_think, arrivals)
+    common_len, max_len = _check_sizes(common_len, max_len, arrivals)
+    pauses = _Pauses(mean_think, think_sigma)
     mean_turns = check_number("mean_turns", mean_turns, 2.0 - SINGLE_SHARE, 1000.0)
     rng = generator(seed, Stream.TURNS)
     more = (mean_turns - SINGLE_SHARE) / (1 - SINGLE_SHARE) - 2  # turns after the second, on average
@@ -84,7 +88,7 @@ def make_conversations(
     total = int(turns.sum())
     said = messages.sample(total, generator(seed, Stream.PROMPTS))
     answered = answers.sample(total, generator(seed, Stream.OUTPUTS))
-    think = np.minimum(mean_think * rng.standard_exponential(total), MAX_SECONDS)
+    think = pauses.sample(total, rng)
     place = np.concatenate([[0], np.cumsum(turns)])
     spoken = [
         [(int(said[turn]), int(answered[turn])) for turn in range(place[one], place[one + 1])]
@@ -98,7 +102,7 @@ def make_conversations(
     return _trace_of(
         spoken,
         think,
-        mean_think=mean_think,
+        pauses=pauses,
         common_len=common_len,
         max_len=max_len,
         arrivals=arrivals,
@@ -114,6 +118,7 @@ def load_conversations(
     *,
     column: str | None = None,
     mean_think: float = 60.0,
+    think_sigma: float | None = None,
     common_len: int = 0,
     max_len: int = 4096,
     arrivals: ArrivalProcess = _ALL_AT_ONCE,
@@ -132,7 +137,7 @@ def load_conversations(
         path: a JSON array of objects, JSON Lines, or a Parquet file, an object or row for each conversation.
         tokenizer: counts tokens; see `jaxllm.text.tokenizer.load_tokenizer`.
         column: where the messages are; "conversations", "conversation" or "messages" if None.
-        mean_think, common_len, max_len, arrivals: as in `make_conversations`.
+        mean_think, think_sigma, common_len, max_len, arrivals: as in `make_conversations`.
         limit: read no more conversations.
         on_bad: what to do with a conversation without an answered message, or with a malformed one: "raise",
             or "skip", which notes how many.
@@ -144,7 +149,8 @@ def load_conversations(
         RequestError: a bad conversation, with file and line; or none is usable.
     """
     limit = MAX_REQUESTS if limit is None else check_integer("limit", limit, 1, MAX_REQUESTS)
-    common_len, max_len = _check_sizes(common_len, max_len, mean_think, arrivals)
+    common_len, max_len = _check_sizes(common_len, max_len, arrivals)
+    pauses = _Pauses(mean_think, think_sigma)
     file, bad = Path(checked_path("path", path)), BadRows(on_bad)
     spoken: list[list[tuple[int, int]]] = []
     for where, row in read_rows(file, None, () if column is None else (column,)):
@@ -160,14 +166,14 @@ def load_conversations(
         bad.refuse_empty(str(file))
     rng = generator(seed, Stream.TURNS)
     total = sum(map(len, spoken))
-    think = np.minimum(mean_think * rng.standard_exponential(total), MAX_SECONDS)
+    think = pauses.sample(total, rng)
     notes: tuple[str, ...] = (f"from {file.name}: {len(spoken)} conversations, cut at {max_len} tokens",)
     if bad.count:
         notes = (*notes, f"skipped {bad.count} rows", *bad.reasons)
     return _trace_of(
         spoken,
         think,
-        mean_think=mean_think,
+        pauses=pauses,
         common_len=common_len,
         max_len=max_len,
         arrivals=arrivals,
@@ -214,10 +220,27 @@ def _turns_of(
     return [(said, answered) for said, answered in lengths]
 
 
-def _check_sizes(
-    common_len: int, max_len: int, mean_think: float, arrivals: ArrivalProcess
-) -> tuple[int, int]:
-    check_number("mean_think", mean_think, 0.0, MAX_SECONDS)
+class _Pauses:
+    """Seconds between an answer and the next turn."""
+
+    def __init__(self, mean: float, sigma: float | None) -> None:
+        self._mean = check_number("mean_think", mean, 0.0, MAX_SECONDS)
+        self._sigma = None if sigma is None else check_number("think_sigma", sigma, 0.0, 5.0)
+
+    def sample(self, count: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+        """So many."""
+        if self._sigma is None:
+            drawn = rng.standard_exponential(count)
+        else:
+            drawn = rng.lognormal(-(self._sigma**2) / 2, self._sigma, count)  # of mean 1
+        return np.minimum(self._mean * drawn, MAX_SECONDS)
+
+    def __str__(self) -> str:
+        law = "exponential" if self._sigma is None else f"lognormal, sigma {self._sigma}"
+        return f"{law}, mean {self._mean} s"
+
+
+def _check_sizes(common_len: int, max_len: int, arrivals: ArrivalProcess) -> tuple[int, int]:
     if isinstance(arrivals, ClosedLoop) or not hasattr(arrivals, "times"):
         raise ConfigError(f"arrivals={arrivals!r} must say when conversations begin, such as Poisson(rate)")
     return check_integer("common_len", common_len, 0, MAX_LEN), check_integer("max_len", max_len, 2, MAX_LEN)
@@ -227,7 +250,7 @@ def _trace_of(
     spoken: Sequence[Sequence[tuple[int, int]]],
     think: npt.NDArray[np.float64],
     *,
-    mean_think: float,
+    pauses: _Pauses,
     common_len: int,
     max_len: int,
     arrivals: ArrivalProcess,
@@ -263,5 +286,5 @@ def _trace_of(
         think_times=thinks,
         follows=follows,
         common_lens=np.where(follows < 0, common_len, 0) if common_len else None,
-        notes=(*notes, f"think: exponential, mean {mean_think} s", f"arrivals: {arrivals}"),
+        notes=(*notes, f"think: {pauses}", f"arrivals: {arrivals}"),
     )
