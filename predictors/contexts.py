@@ -9,8 +9,8 @@ class ContextParallelCosts:
     """A `CostModel` of several groups of devices, each with as many rows of a step with prompts.
 
     A step takes as long as that of the group that needs longest: of the first, which has the decodes, or of
-    the last, whose rows attend to most. What they send one another is left out. Groups decode and copy alike,
-    each for itself.
+    the last, whose rows attend to most. The prompts of a step are taken to be alike. What groups send one
+    another is left out. They decode and copy alike, each for itself.
 
     Args:
         costs: of one group.
@@ -38,10 +38,10 @@ class ContextParallelCosts:
         if prompt_tokens <= 0 or num_prompts <= 0:
             return self._costs.step_seconds(batch, context_tokens)
         rows = -(-(batch + prompt_tokens) // self._num_contexts)
-        prompts = -(-num_prompts // self._num_contexts)
-        context = prompt_context * prompts // num_prompts
         of_last = min(rows, prompt_tokens)
-        before = prompt_tokens - of_last if num_prompts == 1 else 0
+        prompts = -(-num_prompts * of_last // prompt_tokens)
+        context = prompt_context * prompts // num_prompts
+        before = max(0, prompt_tokens // num_prompts - of_last)  # of the prompt that is in several groups
         seconds = self._costs.step_seconds(0, 0, of_last, prompts, context + before)
         if not batch:
             return seconds

@@ -33,6 +33,7 @@ class Counts:
         ((8, 100), [(8, 100, 0, 0, 0)]),  # each group decodes for itself
         ((0, 0, 100, 1, 50), [(0, 0, 25, 1, 125)]),  # the last quarter of one prompt
         ((0, 0, 100, 8, 80), [(0, 0, 25, 2, 20)]),  # two of eight
+        ((0, 0, 100, 2, 60), [(0, 0, 25, 1, 55)]),  # the second half of one of two
         ((8, 100, 92, 1, 0), [(0, 0, 25, 1, 67), (8, 100, 17, 1, 0)]),  # the last group, and the first one
         ((60, 600, 20, 1, 0), [(0, 0, 20, 1, 0), (20, 200, 0, 0, 0)]),  # decodes are on several groups
         ((-3, 0, 4, 1, 0), [(0, 0, 1, 1, 3)]),

@@ -117,7 +117,8 @@ def choose(config: EngineConfig, model: Model) -> Choices:
     if odd := [size for size in buckets.sizes if size % contexts]:
         raise ConfigError(
             f"prefill_context_parallel_size={contexts} does not divide steps of {odd[0]} rows: take "
-            f"max_num_batched_tokens (now {max_num_batched_tokens}) and prefill_buckets that it divides"
+            f"max_num_batched_tokens (now {max_num_batched_tokens}) and prefill_buckets (now "
+            f"{', '.join(map(str, buckets.sizes))}) that it divides"
         )
     max_drafts = 0
     if config.speculative_config is not None:
@@ -210,9 +211,10 @@ def size(
 
 def _temporary_bytes(config: EngineConfig, model: Model, chosen: Choices, bytes_per_block: int) -> int:
     """Device memory beside weights and pool."""
-    found = memory.temporary_bytes(
-        model.own, chosen.max_num_batched_tokens, chosen.max_num_seqs + chosen.max_drafts, model.itemsize
-    )
+    rows = -(-chosen.max_num_batched_tokens // model.placement.num_contexts)
+    found = memory.temporary_bytes(model.own, rows, chosen.max_num_seqs + chosen.max_drafts, model.itemsize)
+    if rows < chosen.max_num_batched_tokens:  # what the last layer gives is gathered
+        found += 2 * chosen.max_num_batched_tokens * model.config.num_features * model.itemsize
     found += memory.slot_bytes(chosen.max_model_len, config.block_size, chosen.max_num_seqs)
     if chosen.scheduling.policy.may_swap and config.num_host_blocks != 0:
         found += 2 * MAX_STAGED_BLOCKS * bytes_per_block

@@ -18,30 +18,50 @@ from jax import lax
 
 from jaxllm import pallas_kernels
 from jaxllm.executor.placement import CONTEXT
-from jaxllm.executor.step_rows import DecodeInputs, PrefillInputs, num_rows_of
+from jaxllm.executor.step_rows import DecodeInputs, PrefillInputs
 from jaxllm.models.layers import Attend
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
 from jaxllm.pallas_kernels.kv_layout import layout_of
 
 
 class OwnRows:
-    """A device's rows of a step: of R rows the R / N from device * R / N on, along `CONTEXT`."""
+    """A device's rows of a step, along `CONTEXT`: of those in use as many for each of N devices.
 
-    def __init__(self, num_rows: int, num_contexts: int) -> None:
-        self.size = num_rows // num_contexts
-        self.first = lax.axis_index(CONTEXT) * self.size
+    Each has arrays of R / N rows, of which the last ones may be padding: rows of its neighbour.
+
+    Args:
+        num_rows: R, those of the program.
+        num_contexts: N, which divides R.
+        in_use: the rows of the step, from the first on, an int32 scalar.
+    """
+
+    def __init__(self, num_rows: int, num_contexts: int, in_use: jax.Array) -> None:
+        self.num_rows, self.size = num_rows, num_rows // num_contexts
+        self._share = (in_use + num_contexts - 1) // num_contexts
+        self.first = lax.axis_index(CONTEXT) * self._share
+        self.in_use = jnp.clip(in_use - self.first, 0, self._share)
 
     def of(self, rows: jax.Array) -> jax.Array:
         """This device's of all rows [R, ...]."""
         return lax.dynamic_slice_in_dim(rows, self.first, self.size)
 
     def gathered(self, rows: jax.Array) -> jax.Array:
-        """All rows [R, ...], of which each device has [R / N, ...]."""
+        """[R, ...], those of all devices [R / N, ...] one after another, with the padding of each."""
         return lax.all_gather(rows, CONTEXT, tiled=True)
 
+    def in_order(self, gathered: jax.Array) -> jax.Array:
+        """All rows [R, ...] of what was gathered; what is behind those in use means nothing."""
+        owner, place = jnp.divmod(jnp.arange(self.num_rows), jnp.maximum(self._share, 1))
+        return gathered[jnp.minimum(owner * self.size + place, self.num_rows - 1)]
+
+    def slot_mapping(self, slot_mapping: jax.Array) -> jax.Array:
+        """Slots [R] int32 in the order of what is gathered: -1 in padding."""
+        owner, place = jnp.divmod(jnp.arange(self.num_rows), self.size)
+        return jnp.where(place < self._share, slot_mapping[owner * self._share + place], -1)
+
     def places(self, rows: jax.Array) -> jax.Array:
-        """Where rows of the step are in this device's: before them 0, behind them `size`."""
-        return jnp.clip(rows - self.first, 0, self.size)
+        """Where rows of the step are in this device's: before them 0, behind them `in_use`."""
+        return jnp.clip(rows - self.first, 0, self.in_use)
 
     def decode(self, decode: DecodeInputs) -> DecodeInputs:
         """What is decoded in its first rows."""
@@ -50,12 +70,13 @@ class OwnRows:
         # Behind those that are decoded there are rows of none: length 0.
         padded = (jnp.pad(part, [(0, self.size), *[(0, 0)] * (part.ndim - 1)]) for part in decode)
         first = jnp.minimum(self.first, count)
-        return DecodeInputs(*(lax.dynamic_slice_in_dim(part, first, size) for part in padded))
+        own = DecodeInputs(*(lax.dynamic_slice_in_dim(part, first, size) for part in padded))
+        return own._replace(lengths=jnp.where(jnp.arange(size) < self.in_use, own.lengths, 0))
 
     def prefill(self, prefill: PrefillInputs) -> PrefillInputs:
         """The parts of chunks in its rows: each ends where they end, and may be of no tokens."""
         ends = prefill.query_starts[1:]
-        behind = jnp.maximum(ends - (self.first + self.size), 0)
+        behind = jnp.maximum(ends - (self.first + self.in_use), 0)
         lengths = jnp.maximum(prefill.lengths - behind, 0)
         return prefill._replace(query_starts=self.places(prefill.query_starts), lengths=lengths)
 
@@ -80,11 +101,11 @@ class SharedPrompts(Attend):
         own: OwnRows,
         implementation: str | None,
     ) -> None:
-        self.pool, self._slot_mapping, self._own = pool, slot_mapping, own
+        self.pool, self._slot_mapping, self._own = pool, own.slot_mapping(slot_mapping), own
         self._decode = None if decode is None else own.decode(decode)
         self._prefill = own.prefill(prefill)
         self._implementation = implementation
-        self.num_rows = own.places(num_rows_of(decode, prefill))
+        self.num_rows = own.in_use
 
     def __call__(
         self,

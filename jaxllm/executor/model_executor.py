@@ -136,7 +136,7 @@ class ModelExecutor(Worker):
     @property
     def pool_bytes(self) -> int:
         """Size of the KV pool in bytes, on all devices."""
-        return self._state.pool.nbytes
+        return self._state.pool.nbytes * self._placement.num_contexts
 
     @property
     def is_lost(self) -> bool:

@@ -155,10 +155,10 @@ def forward(
         positions += first_positions
     attend: PagedAttention | SharedPrompts
     if num_contexts > 1 and prefill is not None:
-        own = OwnRows(len(tokens), num_contexts)
+        own = OwnRows(len(tokens), num_contexts, num_rows_of(decode, prefill))
         attend = SharedPrompts(pool, places.slot_mapping, decode, prefill, own, implementation)
         hidden = own.gathered(model(own.of(tokens), own.of(positions), attend))
-        return attend.pool, hidden, model
+        return attend.pool, own.in_order(hidden), model
     attend = PagedAttention(pool, places.slot_mapping, decode, prefill, implementation)
     attend.edit, attend.keeps = edit, keeps
     hidden = model(tokens, positions, attend)

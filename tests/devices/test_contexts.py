@@ -1,6 +1,7 @@
 """Prompts on two and on four groups of devices: what engines answer, hold and refuse, beside those on one."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import make_llm
@@ -15,6 +16,8 @@ from variants import VARIANTS, golden_checkpoint, golden_data
 from jaxllm import SamplingParams
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
+from jaxllm.executor.context_parallel import OwnRows
+from jaxllm.executor.placement import ON_EACH, Placement
 from jaxllm.executor.step_programs import StepPrograms
 from jaxllm.loading.checkpoints import demo_model_path
 
@@ -70,6 +73,31 @@ def test_every_group_has_all_weights_and_the_whole_pool(llm):
     for weight in jax.tree.leaves(executor._params):
         assert weight.sharding.device_set == {*placement.devices}
         assert weight.is_fully_replicated or placement.width > 1
+
+
+def test_bytes_of_the_pool_are_those_of_all_groups(llm):
+    pool = llm.executor._state.pool
+    assert llm.executor.pool_bytes == sum(part.data.nbytes for part in pool.addressable_shards)
+
+
+@pytest.mark.parametrize("in_use", [1, 2, 5, 13, 16])
+def test_each_group_has_as_many_of_the_rows_in_use(in_use):
+    """And what is gathered of them comes back in order."""
+    placement, rows = Placement(tuple(jax.devices()[:4]), num_contexts=4), np.arange(16)
+
+    def compute(rows):
+        own = OwnRows(16, 4, jnp.int32(in_use))
+        gathered = own.gathered(own.of(rows))
+        return own.in_order(gathered), gathered, own.slot_mapping(rows), own.gathered(own.in_use[None])
+
+    in_order, gathered, slots, counts = map(np.asarray, placement.jit(compute, ON_EACH, ON_EACH)(rows))
+    np.testing.assert_array_equal(in_order[:in_use], rows[:in_use])
+    share = -(-in_use // 4)
+    assert counts.tolist() == [min(share, max(0, in_use - group * share)) for group in range(4)]
+    taken = slots >= 0
+    np.testing.assert_array_equal(slots[taken], gathered[taken])
+    assert set(range(in_use)) <= set(slots[taken].tolist())
+    assert len({*slots[taken].tolist()}) == taken.sum(), "nothing is stored twice"
 
 
 def test_sleeping_waking_and_swapping_change_nothing(llm, asked, on_one):
