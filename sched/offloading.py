@@ -6,6 +6,7 @@ import collections
 import itertools
 from collections.abc import Iterable
 
+from jaxllm.errors import Faults
 from jaxllm.sched.cache.names import BlockName
 from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.offload import OffloadPolicy
@@ -18,8 +19,14 @@ _Named = tuple[int, BlockName]
 class Offloader:
     """Decides with each iteration what is copied beside it."""
 
-    def __init__(self, state: SchedulerState, policy: OffloadPolicy, *, is_eager: bool) -> None:
-        """Reads `state`, and stores in its host pool; `is_eager` for policies that are not, too."""
+    def __init__(
+        self, state: SchedulerState, policy: OffloadPolicy, *, is_eager: bool, faults: Faults | None = None
+    ) -> None:
+        """Reads `state`, and stores in its host pool; `is_eager` for policies that are not, too.
+
+        `faults` keeps what the policy raises: nothing is copied that it would have been asked about.
+        """
+        self._faults = Faults() if faults is None else faults
         self._state, self._policy = state, watched(policy)
         state.collects_filled = is_eager or policy.is_eager
         # Blocks that earlier iterations filled, and what they held then.
@@ -49,11 +56,14 @@ class Offloader:
         room = max(0, min(MAX_STAGED_BLOCKS - num_leaving, state.host.num_available))
         wanted: dict[BlockName, int] = {}
         pools = state.pools(state.pool.num_free)
-        if reclaimed and self._policy.keeps(pools):
+        keeps, num_ahead = False, 0
+        with self._faults:
+            keeps = bool(reclaimed) and self._policy.keeps(pools)
+            num_ahead = self._policy.num_ahead(pools)
+        if keeps:
             self._add(wanted, reversed(reclaimed), room)  # heads first
         if self._filled:
             self._add_filled(wanted, room if write_room is None else min(room, write_room))
-        num_ahead = self._policy.num_ahead(pools)
         if num_ahead and state.pool.num_changes >= self._looks_at and len(wanted) < room:
             self._add(wanted, self._next_free(num_ahead), room)
             if len(wanted) < room:  # all of it is copied

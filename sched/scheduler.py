@@ -125,12 +125,14 @@ class Scheduler:
 
     def clear(self) -> None:
         """Forget all requests, and free whatever they hold."""
-        self._state = SchedulerState(self.config, self.policy.priority, self.policy.retention)
+        policy, faults = self.policy, self.faults
+        self._state = SchedulerState(self.config, policy.priority, policy.retention, faults)
         self._planner = _planner_of(self.policy, self._state)
         self._is_outside = is_outside(self._planner)
         self._offloader: Offloader | None = None
         if self.config.enable_prefix_caching and self.config.num_host_blocks:
-            self._offloader = Offloader(self._state, self.policy.offload, is_eager=self._files is not None)
+            has_files = self._files is not None
+            self._offloader = Offloader(self._state, policy.offload, is_eager=has_files, faults=faults)
         self._read_ahead: ReadAhead | None = None
         if self._files is not None:
             self._read_ahead = ReadAhead(self._state, self._files, self.policy.offload)

@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections.abc import Collection, Iterable, Sequence
 
+from jaxllm.errors import Faults
 from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.host import HostPool
 from jaxllm.sched.cache.names import Absence, BlockName, FileIndex, cut_name, learn_names
@@ -55,9 +56,13 @@ class SchedulerState:
     """
 
     def __init__(
-        self, config: SchedulerConfig, priority: PriorityPolicy, retention: RetentionPolicy | None = None
+        self,
+        config: SchedulerConfig,
+        priority: PriorityPolicy,
+        retention: RetentionPolicy | None = None,
+        faults: Faults | None = None,
     ) -> None:
-        """Nobody, and everything free."""
+        """Nobody, and everything free; `faults` keeps what `retention` raises."""
         retention = LeastRecentlyUsed() if retention is None else retention
         self.config = config
         self.being_read: dict[int, tuple[Sequence[HostBlock], Sequence[BlockName], Sequence[HostBlock]]] = {}
@@ -68,7 +73,7 @@ class SchedulerState:
         self.filled: list[tuple[int, BlockName]] = []
         sizes = config.num_gpu_blocks, config.block_size
         self.pool = BlockPool(*sizes, heads_go_first=retention.loses_heads)
-        self.host = HostPool(config.num_host_blocks, config.block_size, retention)
+        self.host = HostPool(config.num_host_blocks, config.block_size, retention, faults)
         self.loading: dict[int, Swap] = {}
         self.joined: list[Swap] = []
         self.discarded: list[int] = []

@@ -352,3 +352,50 @@ def test_costs_that_raise_in_mid_run_are_named_and_the_engine_goes_on():
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [one.token_ids for one in outputs] == [one.token_ids for one in expected]
     llm.close()
+
+
+@pytest.mark.parametrize("preset", ["adaptive", "pensieve", "continuum", "paper"])
+def test_costs_may_begin_to_raise_at_any_time(preset):
+    """Whoever asks, in planning or while blocks are copied, kept or let go of: calls end, and no engine."""
+
+    class Breaks(LinearCosts):
+        left = math.inf
+
+        def _count(self):
+            self.left -= 1
+            if self.left < 0:
+                raise LookupError("out of order")
+
+        def step_seconds(self, *work):
+            self._count()
+            return super().step_seconds(*work)
+
+        def swap_out_seconds(self, num_blocks):
+            self._count()
+            return super().swap_out_seconds(num_blocks)
+
+        def swap_in_seconds(self, num_blocks):
+            self._count()
+            return super().swap_in_seconds(num_blocks)
+
+    costs = Breaks()
+    sizes = {"num_gpu_blocks_override": 30, "num_host_blocks": 12, "enable_prefix_caching": True}
+    with make_llm(golden_checkpoint("llama_gqa"), costs=costs, scheduler_policy=preset, **sizes) as llm:
+        prompts = [{"prompt_token_ids": [5 + place % 5] * 12 + [place]} for place in range(8)]
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        expected = [one.token_ids for one in llm.generate(prompts, params, use_tqdm=False)]
+        costs.left = 10**6
+        llm.generate(prompts, params, use_tqdm=False)
+        num_calls = 10**6 - costs.left
+        assert num_calls > 10
+        raised = []
+        for left in sorted({0, 1, 2, *np.linspace(3, num_calls, 24, dtype=int).tolist()}):
+            costs.left = left
+            try:
+                llm.generate(prompts, params, use_tqdm=False)
+            except UserCodeError as error:
+                raised.append(str(error))
+        assert len(raised) > 10
+        assert all("raised LookupError: out of order" in message for message in raised)
+        costs.left = math.inf
+        assert [one.token_ids for one in llm.generate(prompts, params, use_tqdm=False)] == expected

@@ -6,7 +6,7 @@ import collections
 import itertools
 from collections.abc import Iterable, Sequence
 
-from jaxllm.errors import KVCacheError
+from jaxllm.errors import Faults, KVCacheError
 from jaxllm.sched.cache.eviction import EvictionOrder, Piece, RecencyOrder, ValueOrder
 from jaxllm.sched.cache.names import BlockName, NameIndex
 from jaxllm.sched.policies.contract import watched
@@ -57,9 +57,17 @@ class HostPool:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int = 16, retention: RetentionPolicy = _LEAST_RECENTLY_USED
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        retention: RetentionPolicy = _LEAST_RECENTLY_USED,
+        faults: Faults | None = None,
     ) -> None:
-        """Nothing in it; blocks have `block_size` tokens, and `retention` says which ones go."""
+        """Nothing in it; blocks have `block_size` tokens, and `retention` says which ones go.
+
+        `faults` keeps what it raises: what nobody used for longest goes then.
+        """
+        self._faults = Faults() if faults is None else faults
         self.num_blocks = self.num_free = num_blocks
         self.now = 0.0
         self._block_size, self._retention = block_size, watched(retention)
@@ -107,7 +115,8 @@ class HostPool:
                 piece = block.piece
                 if not piece.num_held:
                     self._num_idle -= piece.size
-                    self._retention.observe(self._describe(piece), is_used=True)
+                    with self._faults:
+                        self._retention.observe(self._describe(piece), is_used=True)
                     piece.num_uses += 1
                 piece.num_held += 1
             block.num_references += 1
@@ -153,7 +162,8 @@ class HostPool:
         while self.num_free < num_blocks:
             old = self._order.next(self.now)
             assert isinstance(old, _Piece)
-            self._retention.observe(self._describe(old), is_used=False)
+            with self._faults:
+                self._retention.observe(self._describe(old), is_used=False)
             for place in list(old.blocks):
                 self._forget(place)
         self.num_free -= num_blocks
@@ -238,7 +248,9 @@ class HostPool:
 
     def _values(self, pieces: Sequence[Piece]) -> Sequence[float]:
         described = [self._describe(piece) for piece in pieces if isinstance(piece, _Piece)]
-        return self._retention.values(described, self.now)
+        with self._faults:
+            return self._retention.values(described, self.now)
+        return [-piece.idle_seconds for piece in described]
 
     def _describe(self, piece: _Piece) -> IdlePiece:
         names = [name for place in piece.blocks if (name := self._blocks[place].name) is not None]
