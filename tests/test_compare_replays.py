@@ -6,6 +6,7 @@ import logging
 import math
 import random
 
+import jax
 import numpy as np
 import pytest
 from engine_helpers import make_llm
@@ -32,6 +33,7 @@ ARMS = {"v1": "vllm_v1", "mine": SchedulerPolicy(), "paper": "paper"}
 
 @pytest.fixture(scope="module")
 def llm():
+    jax.clear_caches()  # no programs of an engine before it
     llm = make_llm(golden_checkpoint("llama_gqa"), num_host_blocks=40, warm_up="background")
     yield llm
     llm.close()

@@ -283,19 +283,13 @@ def test_two_runs_are_compared_preemption_by_preemption(tmp_path, capsys):
     files = [str(tmp_path / "1"), str(tmp_path / "2")]
     assert main(["explain", *files, "--top", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(
-        "first: 3 preemptions, which added 0.012 s in 3, regret 0.006 s in 3: policy paper"
-    )
+    assert lines[0].startswith("first: 3 preemptions: added 0.012 s in 3, regret 0.006 s in 3: policy paper")
     assert lines[2] == (
         "1 decisions are the same, 1 of another action, 1 in the first alone, 1 in the second alone"
     )
+    assert lines[3] == "  differing ones of the first: 2 preemptions: added 0.011 s in 2, regret 0.006 s in 2"
     assert (
-        lines[3]
-        == "  differing ones of the first: 2 preemptions, which added 0.011 s in 2, regret 0.006 s in 2"
-    )
-    assert (
-        lines[4]
-        == "  differing ones of the second: 2 preemptions, which added 0.007 s in 2, regret 0.002 s in 2"
+        lines[4] == "  differing ones of the second: 2 preemptions: added 0.007 s in 2, regret 0.002 s in 2"
     )
     assert lines[5] == "  preemption 2 of 'a':"
     assert lines[6].startswith("    first: step 5: swap of 'a'")

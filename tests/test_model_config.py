@@ -393,7 +393,9 @@ def test_configurations_of_transformers_are_taken(name):
     assert config_from_dict(AutoConfig.from_pretrained(folder)) == config_from_dict(read_hf_config(folder))
 
 
-@pytest.mark.parametrize("values", [None, "config.json", 3, ["llama"]])
+@pytest.mark.parametrize(
+    "values", [None, "config.json", 3, ["llama"], type("Some", (), {"to_dict": lambda self: {}})]
+)
 def test_what_is_no_configuration_is_refused(values):
     with pytest.raises(ConfigError, match=r"must be a mapping of config\.json's fields"):
         config_from_dict(values)

@@ -174,6 +174,8 @@ def test_limits_are_checked(llm, trace):
         replay(llm, trace, dataclasses.replace(config, max_model_len=20), make_preset("vllm"))
     with pytest.raises(ConfigError, match=r"trace=\[1, 2\] must be a Trace: load_trace"):
         replay(llm, [1, 2], config, make_preset("vllm"))
+    with pytest.raises(ConfigError, match="config='x' must be a SchedulerConfig, such as"):
+        replay(llm, trace, "x", make_preset("vllm"))
     llm.sleep()
     with pytest.raises(ConfigError, match="cannot replay a trace on an engine that sleeps: call wake_up"):
         replay(llm, trace, config, make_preset("vllm"))

@@ -42,7 +42,7 @@ def config_from_dict(
         UnsupportedModelError: the architecture, rope type or a field is not implemented.
         ConfigError: a field is missing or has an impossible value, or an override would change nothing.
     """
-    if isinstance(values, SupportsDict):
+    if isinstance(values, SupportsDict) and not isinstance(values, type):
         values = values.to_dict()
     if not isinstance(values, Mapping):
         raise ConfigError(

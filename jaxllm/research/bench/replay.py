@@ -275,6 +275,10 @@ def _check(llm: LLM, trace: Trace, config: SchedulerConfig) -> None:
         raise ConfigError(
             f"trace={shown(trace)} must be a Trace: load_trace(path) and make_trace(...) make one"
         )
+    if not isinstance(config, SchedulerConfig):
+        raise ConfigError(
+            f"config={shown(config)} must be a SchedulerConfig, such as llm.engine.scheduler.config"
+        )
     if llm.engine.is_closed or llm.engine.is_asleep:
         state = (
             "was closed, or has failed: make" if llm.engine.is_closed else "sleeps: call wake_up(), or make"

@@ -340,8 +340,14 @@ def make_job(args: argparse.Namespace, config: Mapping[str, Any], *workloads: Wo
     """
     positions = config.get("max_position_embeddings", MAX_MODEL_LEN)
     longest = max(workload.longest for workload in workloads)
-    if longest > positions:
-        raise ConfigError(f"the longest sequence has {longest} tokens; the model ends at {positions}")
+    for workload in workloads:
+        if workload.longest > positions:
+            place = workload.lengths().index(workload.longest)
+            raise ConfigError(
+                f"workload {workload.name!r}: request {place} has {workload.longest} tokens, and the model "
+                f"ends at {positions}: take another model, or a trace without such requests "
+                "(jaxllm.research.workloads.fit_trace(trace, N, 'clip' or 'skip').save(FILE))"
+            )
     heads = config["num_attention_heads"]
     row = config.get("num_key_value_heads", heads) * config.get("head_dim", config["hidden_size"] // heads)
     num_blocks = max(workload.num_blocks(args.max_num_seqs) for workload in workloads)

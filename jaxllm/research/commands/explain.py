@@ -152,10 +152,11 @@ def comparison(compared: Comparison, top: int) -> str:
 
 
 def _totals(values: Mapping[str, Any]) -> str:
-    return (
-        f"{values['num_preemptions']} preemptions, which added {values['measured_seconds']:.4g} s in "
-        f"{values['num_measured']}, regret {values['regret_seconds']:.4g} s in {values['num_regrets']}"
+    parts = (
+        f"{word} {values[f'{name}_seconds']:.4g} s in {values[count]}" if values[count] else f"{word} unknown"
+        for word, name, count in (("added", "measured", "num_measured"), ("regret", "regret", "num_regrets"))
     )
+    return f"{values['num_preemptions']} preemptions: {', '.join(parts)}"
 
 
 def _described(header: HeaderRecord) -> str:

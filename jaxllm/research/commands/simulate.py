@@ -117,7 +117,12 @@ _SYSTEM: tuple[tuple[str, Any, str, str], ...] = (
     ("block-size", int, "N", "tokens of a KV block (default: 16)"),
     ("gpu-blocks", int, "N", "KV blocks of the device (default: what fits its memory)"),
     ("memory-utilization", float, "X", "share of its memory that is used (default: 0.9)"),
-    ("host-memory", size, "SIZE", "for KV: bytes, or such as 64GB (default: 4GiB)"),
+    (
+        "host-memory",
+        size,
+        "SIZE",
+        "for KV: bytes, or such as 64GB (default: 4GiB, or as much as the GPU's pool if that is less)",
+    ),
     ("host-blocks", int, "N", "KV blocks of it, instead"),
     ("link", gigabytes_a_second, "GB/s", "that copies reach between device and host (default: the device's)"),
 )

@@ -59,11 +59,11 @@ class Workload:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, prompt and output."""
-        return max(self._lengths())
+        return max(self.lengths())
 
     def num_blocks(self, max_num_seqs: int) -> int:
         """KV blocks of `BLOCK_SIZE` tokens that hold the `max_num_seqs` longest sequences at once."""
-        blocks = sorted((-(-length // BLOCK_SIZE) + 1 for length in self._lengths()), reverse=True)
+        blocks = sorted((-(-length // BLOCK_SIZE) + 1 for length in self.lengths()), reverse=True)
         return sum(blocks[:max_num_seqs]) + 1
 
     def beginning(self, num_requests: int, num_tokens: int) -> Workload:
@@ -85,7 +85,8 @@ class Workload:
             "output_tokens": self.num_output_tokens,
         }
 
-    def _lengths(self) -> list[int]:
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence, prompt and output."""
         return [len(prompt) + count for prompt, count in zip(self.prompts, self.max_tokens, strict=True)]
 
 

@@ -364,9 +364,10 @@ def _guidellm_rows(file: Path, content: Any, which: int | None) -> Iterator[tupl
     if not isinstance(benchmarks, list) or not benchmarks:
         raise ConfigError(f"{file}: must have a list of benchmarks")
     if which is None and len(benchmarks) > 1:
-        raise ConfigError(f"{file}: has {len(benchmarks)} benchmarks, and one is a trace").or_else(
-            benchmark=": pass benchmark= (--benchmark), from 0"
-        )
+        raise ConfigError(
+            f"{file}: has {len(benchmarks)} benchmarks, and one is a trace, such as "
+            "load_trace(file, benchmark=0).save(FILE) makes"
+        ).or_else(benchmark=": pass benchmark= (--benchmark), from 0")
     which = check_integer("benchmark", which or 0, 0, len(benchmarks) - 1)
     requests = benchmarks[which].get("requests") if isinstance(benchmarks[which], Mapping) else None
     rows = requests.get("successful") if isinstance(requests, Mapping) else None
