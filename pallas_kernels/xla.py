@@ -80,9 +80,10 @@ def decode_attention(
             out,
         )
 
-    stats = jnp.zeros((num_kv_heads, group), jnp.float32)
-    acc = jnp.zeros((num_kv_heads, group, head_dim), jnp.float32)
-    start = (first_row, jnp.int32(0), stats, stats, acc, jnp.zeros_like(queries))
+    # Like what is read: under `shard_map` a loop's carry must vary over the devices from the start.
+    acc = jnp.zeros_like(queries[0])
+    stats = jnp.zeros_like(acc[..., 0])
+    start = (first_row, jnp.zeros_like(first_row), stats, stats, acc, jnp.zeros_like(queries))
     out = lax.fori_loop(0, num_steps.sum(), body, start)[-1]
     return out.reshape(num_rows, num_q_heads, head_dim).astype(q.dtype)
 
@@ -145,7 +146,7 @@ def prefill_attention(
             acc = acc * decay[..., None] + _dot("hqt,htd->hqd", weights, value)
             return peak, total, acc
 
-        stats = jnp.zeros((num_kv_heads, group * tile), jnp.float32)
+        stats = jnp.zeros_like(query[..., 0])
         start = (stats + _MASKED, stats, jnp.zeros_like(query))
         _, total, acc = lax.fori_loop(0, -(-kv_limit // step_tokens), kv_body, start)
         result = (acc / total[..., None]).reshape(num_kv_heads, group, tile, head_dim)
@@ -156,7 +157,7 @@ def prefill_attention(
         is_last = index + 1 >= num_tiles[seq]
         return jnp.where(is_last, next_seq[seq], seq), jnp.where(is_last, 0, index + 1), out
 
-    start = (first_seq, jnp.int32(0), jnp.zeros_like(queries))
+    start = (first_seq, jnp.zeros_like(first_seq), jnp.zeros_like(queries))
     return lax.fori_loop(0, num_tiles.sum(), tile_body, start)[-1][:num_tokens]
 
 
@@ -190,6 +191,8 @@ def write_kv(
         return lax.platform_dependent(pool, cpu=branch, default=select)
 
     areas = pool.reshape(*pool.shape[:4], -1)
+    # No tokens at all: a loop's carry must vary over the devices of a `shard_map` as what is written does.
+    areas = lax.dynamic_update_slice(areas, pieces[0][0][:0, None], (slots.sum(), 0, 0, 0, 0))
     return lax.fori_loop(0, k.shape[0], body, areas).reshape(pool.shape)
 
 

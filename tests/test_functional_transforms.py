@@ -132,6 +132,7 @@ def test_rows_over_devices(tmp_path):
         import jax, numpy as np
         from jax.sharding import AxisType, PartitionSpec as P
         from jaxllm import functional as F
+        from jaxllm.errors import ConfigError
         from jaxllm.loading import load_params
         from jaxllm.models.config import config_from_dict, read_hf_config
         folder = {str(golden_checkpoint(NAME))!r}
@@ -146,6 +147,40 @@ def test_rows_over_devices(tmp_path):
         found = jax.jit(jax.value_and_grad(split))(params, tokens)
         whole = jax.jit(jax.value_and_grad(lambda p: F.loss(p, config, tokens)))(params)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), found, whole)
+
+        def answers(p, t, implementation):
+            lengths = 0 * t[:, 0] + 12
+            cache, scores = F.prefill(
+                p, config, F.init_cache(config, len(t), 16), t, lengths, implementation=implementation
+            )
+            key = jax.random.key(0)
+            made = F.generate(p, config, t, lengths, 3, key, implementation=implementation)
+            return F.decode(
+                p, config, cache, made.tokens[:, 0], lengths + 1, implementation=implementation
+            )[1], *made
+
+        one = jax.jit(answers, static_argnums=2)(params, tokens, "reference")
+        for implementation in ("xla", "native", "reference"):
+            split = jax.shard_map(
+                lambda p, t: answers(p, t, implementation),
+                mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"),
+            )
+            several = jax.jit(split)(params, tokens)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), several, one)
+
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+        rows = jax.device_put(tokens, jax.NamedSharding(mesh, P("data")))
+        try:
+            F.logits(params, config, rows)
+        except ConfigError as error:
+            assert "tokens is sharded by P('data', None) over axes of type Explicit" in str(error), error
+        else:
+            raise AssertionError("no error")
+        with jax.set_mesh(mesh):
+            inside = jax.sharding.auto_axes(
+                lambda p, t: F.logits(p, config, t), out_sharding=P("data")
+            )(params, rows)
+        np.testing.assert_allclose(inside, F.logits(params, config, tokens), atol=1e-4)
         print(len(found[1]), "gradients")
     """
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
@@ -371,6 +406,52 @@ def test_what_has_no_gradients_says_what_has(implementation, transform, model, t
     for function in (prefilled, decoded):
         with pytest.raises(ConfigError, match="has no gradients; pass implementation='reference'"):
             transform(function)(params)
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_samples_are_constants_to_a_gradient(implementation, model, tokens):
+    """Drawn inside of what is differentiated, as a policy gradient does, they are as those drawn before."""
+    config, params = model
+    lengths, key = np.full(len(tokens), tokens.shape[1], np.int32), jax.random.key(0)
+
+    def drawn(params, steering, temperature):
+        made = F.generate(
+            params,
+            config,
+            tokens,
+            lengths,
+            4,
+            key,
+            temperature=temperature,
+            implementation=implementation,
+            edit=lambda layer, x: x + steering if layer == 1 else x,
+        )
+        return jnp.concatenate([tokens, made.tokens], axis=1)
+
+    def score(params, steering, temperature):
+        return F.loss(params, config, drawn(params, steering, temperature))
+
+    arguments = params, jnp.full(config.hidden_size, 0.1), 0.7
+    found = jax.jit(jax.grad(score, argnums=(0, 1, 2)))(*arguments)
+    before = drawn(*arguments)
+    close(found[0], jax.jit(jax.grad(lambda p: F.loss(p, config, before)))(params))
+    assert not np.any(found[1])
+    assert found[2] == 0
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+def test_a_gradient_of_a_steering_vector_through_kernels_is_refused_by_name(implementation, model, tokens):
+    config, params = model
+    lengths = np.full(len(tokens), tokens.shape[1], np.int32)
+
+    def score(steering):
+        cache = F.init_cache(config, len(tokens), 16, BLOCK)
+        edit = lambda layer, x: x + steering  # noqa: E731
+        options = {"edit": edit, "implementation": implementation}
+        return F.prefill(params, config, cache, tokens, lengths, **options)[1].sum()
+
+    with pytest.raises(ConfigError, match="has no gradients; pass implementation='reference'"):
+        jax.grad(score)(jnp.zeros(config.hidden_size))
 
 
 def test_what_goes_on_with_a_cache_is_scored_like_the_whole(model, tokens):

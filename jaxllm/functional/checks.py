@@ -74,9 +74,21 @@ def checked_params(params: Params, config: ModelConfig) -> Params:
             f"params lack {', '.join(lacking[:8])}{', ...' if len(lacking) > 8 else ''} of the "
             f"{config.architecture} configuration: pass all that load_params(folder, config) returns"
         )
+    for name, weight in params.items():
+        _check_sharding(f"params[{name!r}]", weight)
     if any(isinstance(weight, np.ndarray) for weight in params.values()):
         return {name: jnp.asarray(weight) for name, weight in params.items()}
     return params
+
+
+def _check_sharding(name: str, array: Any) -> None:
+    """Refuse arrays whose type says how they lie on a mesh: operations here do not say how results are to."""
+    spec = jax.typeof(array).sharding.spec if isinstance(array, jax.Array) else ()
+    if any(axes is not None for axes in spec):
+        raise ConfigError(
+            f"{name} is sharded by {spec} over axes of type Explicit: call the function inside "
+            "jax.sharding.auto_axes(..., out_sharding=...) or jax.shard_map, or use a mesh of AxisType.Auto"
+        )
 
 
 def _is_array(weight: Any) -> bool:
@@ -154,6 +166,7 @@ def integers(name: str, value: Any, num_dims: int) -> Any:
             f"{name} of shape {found.shape} and dtype {found.dtype} must be "
             f"{'[B, L]' if num_dims == 2 else '[B]'}, integers"
         )
+    _check_sharding(name, found)
     return found
 
 
@@ -177,6 +190,7 @@ def parts_of(cache: Any) -> tuple[jax.Array, jax.Array]:
             f"cache={shown(cache, 60)} must be a KVCache, with a pool and block_tables: make it with "
             "init_cache(config, batch_size, max_len)"
         )
+    _check_sharding("cache.pool", pool)
     return pool, tables
 
 
@@ -237,37 +251,50 @@ mlir.register_lowering(_not_exported, _lower)
 
 
 def transformable(
-    function: Callable[..., _R], implementation: str | None, config: ModelConfig, block_size: int
+    function: Callable[..., _R],
+    implementation: str | None,
+    config: ModelConfig,
+    block_size: int,
+    edit: Edit | None,
 ) -> Callable[..., _R]:
     """A function of weights and arrays that says what to pass where its kernels cannot be transformed.
 
     They have no gradients, native ones cannot be exported, and most need to know all sizes.
+
+    Args:
+        function: of an edit, which may close over what is transformed, and then of weights and arrays.
+        implementation: of attention.
+        config: the model's configuration.
+        block_size: tokens per KV block.
+        edit: what `function` is given.
     """
     if implementation == REFERENCE:
-        return function
+        return functools.partial(function, edit)
     if implementation is None:
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         implementation, _ = settle_implementation(*heads, block_size)
-    if implementation == "native":
-        native = function
 
-        def function(params: Params, first: Any, *rest: Any) -> _R:
-            return native(params, _not_exported.bind(first), *rest)
+    @jax.custom_jvp
+    def constant(tree: Any) -> Any:
+        return tree
 
-    def checked(params: Params, *arrays: Any) -> _R:
-        _check_symbolic(implementation, arrays)
-        return function(params, *arrays)
-
-    refusing = jax.custom_jvp(checked)
-
-    @refusing.defjvp
+    @constant.defjvp
     def refuse(primals: Any, tangents: Any) -> Any:
         raise ConfigError(
             f"attention implementation {implementation!r} has no gradients; pass "
             f"implementation={REFERENCE!r}, or use functional.logits or functional.loss, which need no cache"
         )
 
-    return refusing
+    edited = None if edit is None else lambda layer, x: constant(edit(layer, x))
+
+    def checked(params: Params, *arrays: Any) -> _R:
+        _check_symbolic(implementation, arrays)
+        params, (first, *rest) = constant((params, arrays))
+        if implementation == "native":
+            first = _not_exported.bind(first)
+        return function(edited, params, first, *rest)
+
+    return checked
 
 
 def _check_symbolic(implementation: str, arrays: Sequence[Any]) -> None:

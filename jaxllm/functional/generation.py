@@ -70,6 +70,8 @@ def generate(
 ) -> Generated:
     """Complete a batch of prompts in one device program that stops when every row has ended.
 
+    To a gradient the tokens are constants.
+
     Args:
         params: as in `prefill`; their dtype is the cache's.
         config: the model's configuration (static).
@@ -90,7 +92,7 @@ def generate(
         ConfigError, RequestError: shapes do not fit, the result would exceed the model's positions, or
             (outside of a caller's `jax.jit`, where values are known) a value is out of range.
     """
-    params, edit = checked_params(params, config), checked_edit(edit)
+    params, edit = checked_params(params, config), _without_gradients(checked_edit(edit))
     tokens, lengths = checked_prompts(config, tokens, lengths)
     check_sizes(config, max_new_tokens=max_new_tokens, block_size=block_size)
     batch_size, prompt_len = tokens.shape
@@ -125,7 +127,12 @@ def generate(
     stops = jnp.asarray(ends, jnp.int32)
 
     def run(
-        params: Params, tokens: jax.Array, lengths: jax.Array, key: jax.Array, *options: Any
+        edit: Edit | None,
+        params: Params,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        key: jax.Array,
+        *options: Any,
     ) -> Generated:
         cache = init_cache(config, batch_size, max_len, block_size, next(iter(params.values())).dtype)
         slot_params = _slot_params(batch_size, lengths, key, *options)
@@ -134,8 +141,13 @@ def generate(
         )
         return _generated(step, slot_params, cache, tokens, lengths, max_new_tokens, stops)
 
-    arguments = params, tokens, lengths, key, temperature, top_k, top_p, min_p
-    return transformable(run, implementation, config, block_size)(*arguments)
+    arguments = lax.stop_gradient((params, tokens, lengths, key, temperature, top_k, top_p, min_p))
+    return transformable(run, implementation, config, block_size, edit)(*arguments)
+
+
+def _without_gradients(edit: Edit | None) -> Edit | None:
+    """An edit whose results are taken as constants, whatever it closes over."""
+    return None if edit is None else lambda layer, x: lax.stop_gradient(edit(layer, x))
 
 
 def _generated(
@@ -153,6 +165,8 @@ def _generated(
     rows = jnp.arange(batch_size, dtype=jnp.int32)
 
     def is_end(new: jax.Array) -> jax.Array:
+        if not stops.size:  # an empty constant inside a `shard_map` crashes JAX 0.11's compiler
+            return new < 0
         return (new < 0) | jnp.any(new[:, None] == stops[None, :], axis=-1)
 
     inputs = ragged_prefill(cache.block_tables, tokens, lengths, jnp.zeros_like(lengths))

@@ -148,6 +148,7 @@ def prefill(
     check_lengths(config, before + lengths)
 
     def run(
+        edit: Edit | None,
         params: Params,
         pool: jax.Array,
         tables: jax.Array,
@@ -167,7 +168,7 @@ def prefill(
         return pool, logits.reshape(batch_size, most, -1)
 
     block_size = cache.pool.shape[4]
-    pool, logits = transformable(run, implementation, config, block_size)(
+    pool, logits = transformable(run, implementation, config, block_size, edit)(
         params, cache.pool, cache.block_tables, tokens, lengths, before
     )
     return KVCache(pool, cache.block_tables), logits
@@ -213,7 +214,12 @@ def decode(
     tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
     def run(
-        params: Params, pool: jax.Array, tables: jax.Array, tokens: jax.Array, lengths: jax.Array
+        edit: Edit | None,
+        params: Params,
+        pool: jax.Array,
+        tables: jax.Array,
+        tokens: jax.Array,
+        lengths: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         inputs = DecodeInputs(rows, lengths, tables)
@@ -223,7 +229,7 @@ def decode(
         return pool, model.logits(hidden)
 
     block_size = cache.pool.shape[4]
-    pool, logits = transformable(run, implementation, config, block_size)(
+    pool, logits = transformable(run, implementation, config, block_size, edit)(
         params, cache.pool, cache.block_tables, tokens, lengths
     )
     return KVCache(pool, cache.block_tables), logits
