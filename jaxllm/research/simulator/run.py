@@ -278,7 +278,9 @@ def _check_parts(given: Mapping[str, object]) -> None:
     for name, value in given.items():
         kind = _PARTS[name]
         if value is not None and not isinstance(value, kind):
-            raise ConfigError(f"{name}={shown(value)} must be None or a {kind.__name__} ({kind.__module__})")
+            raise ConfigError(
+                f"{name}={shown(value)} must be None, or a value of {kind.__module__}.{kind.__name__}"
+            )
 
 
 def _check_of_requests(count: int, **given: object) -> None:
