@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 import traceback
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Self
@@ -12,11 +13,12 @@ _logger = logging.getLogger(__name__)
 
 
 def shown(value: object, most: int = 200) -> str:
-    """A value as Python writes it, short enough for a message."""
+    """A value as Python writes it, short enough for a message, and without an address that says nothing."""
     try:
         text = repr(value)
     except Exception:  # an integer of more than 4300 digits, or an object that cannot tell
         text = f"something of type {type(value).__name__}"
+    text = re.sub(r" at 0x[0-9a-f]+(?=>)", "", text)
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
@@ -134,6 +136,11 @@ def is_outside(found: object) -> bool:
 def path_of(found: object) -> str:
     """What messages call a user's object: its class, with the module."""
     return f"{type(found).__module__}:{type(found).__qualname__}"
+
+
+def called(found: object) -> str:
+    """What messages call a policy or a planner: its class, if it is from outside the package."""
+    return path_of(found) if is_outside(found) else shown(found)
 
 
 def blame(

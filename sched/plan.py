@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, called, shown
 from jaxllm.sched.policies import (
     ActionPolicy,
     Decision,
@@ -144,8 +144,8 @@ def ask_action(policy: ActionPolicy, victim: Request, pools: PoolState, room: in
     decision = policy.choose(victim, pools, now)
     if not isinstance(decision, Decision) or not isinstance(decision.action, PreemptionAction):
         raise ConfigError(
-            f"{policy} answered {decision!r}, which is not a Decision of {_names(PreemptionAction)}, for "
-            f"request {victim.request_id!r}"
+            f"{called(policy)} answered {shown(decision)}, which is not a Decision of "
+            f"{_names(PreemptionAction)}, for request {victim.request_id!r}"
         )
     check_seconds(policy, decision.swap_seconds, decision.recompute_seconds, decision.copy_seconds)
     if not victim.num_computed_tokens or num_copied(victim, pools) > room:
@@ -157,7 +157,7 @@ def _names(actions: type[enum.Enum]) -> str:
     return " or ".join(map(str, actions))
 
 
-def check_plan(plan: object, state: SchedulerState, who: object) -> None:
+def check_plan(plan: object, state: SchedulerState, who: str) -> None:
     """Verify that a planner from outside the package gives each request at most one thing to do, and its own.
 
     Args:
@@ -169,7 +169,7 @@ def check_plan(plan: object, state: SchedulerState, who: object) -> None:
         ConfigError: it is no `Plan`, or names a request twice, or one that it was not offered for that.
     """
     if not isinstance(plan, Plan):
-        raise ConfigError(f"{who} planned {plan!r}, which is not a Plan")
+        raise ConfigError(f"{who} planned {shown(plan)}, which is not a Plan")
     prompts, holders = {*state.prompts}, {*state.running, *state.aside}
     offers: tuple[tuple[str, Sequence[tuple[Any, ...]], Callable[[Request], bool], str], ...] = (
         ("victims", plan.victims, lambda one: one in prompts or one in holders, "holds blocks"),
@@ -181,7 +181,9 @@ def check_plan(plan: object, state: SchedulerState, who: object) -> None:
     for name, entries, is_offered, which in offers:
         for request, *_ in entries:
             if not isinstance(request, Request) or state.live.get(request.request_id) is not request:
-                raise ConfigError(f"{who} names {request!r} in {name}, which is no request of this scheduler")
+                raise ConfigError(
+                    f"{who} names {shown(request)} in {name}, which is no request of this scheduler"
+                )
             if request.request_id in seen:
                 raise ConfigError(
                     f"{who} names request {request.request_id!r} in {seen[request.request_id]} and again in "
@@ -205,4 +207,6 @@ def check_seconds(policy: object, *predicted: float | None) -> None:
         if seconds is None or (type(seconds) is float and 0.0 <= seconds < math.inf):
             continue
         if (known := real(seconds)) is None or not 0.0 <= known < math.inf:
-            raise ConfigError(f"{policy} predicted {seconds!r} s; predict seconds of at least 0, or None")
+            raise ConfigError(
+                f"{called(policy)} predicted {shown(seconds)} s; predict seconds of at least 0, or None"
+            )

@@ -9,7 +9,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, called, shown
 from jaxllm.sched.cache.preview import PoolPreview
 from jaxllm.sched.plan import Plan, Planner, ask_action
 from jaxllm.sched.policies import (
@@ -83,7 +83,9 @@ class PolicyPlanner(Planner):
         asked = IterationState(num_decodes, state.running.num_tokens, backlog, budget)
         answer = policy.num_prompt_tokens(asked)
         if isinstance(answer, bool) or not isinstance(answer, int) or answer < 0:
-            raise ConfigError(f"{policy} lets {answer!r} prompt tokens ride; it must be an integer from 0 up")
+            raise ConfigError(
+                f"{called(policy)} lets {shown(answer)} prompt tokens ride; it must be an integer from 0 up"
+            )
         answer = min(answer, budget - num_decodes if self._mixes else budget)
         return answer if num_decodes else max(answer, 1)
 
@@ -152,7 +154,9 @@ class PolicyPlanner(Planner):
         ]
         for request, score in zip(holders, scores, strict=True):
             if (type(score) is not float and not isinstance(score, numbers.Real)) or score != score:
-                raise ConfigError(f"{policy} scored {request!r} with {score!r}, which is not a number")
+                raise ConfigError(
+                    f"{called(policy)} scored {request!r} with {shown(score)}, which is not a number"
+                )
         heapq.heapify(order)
         return order
 

@@ -11,7 +11,7 @@ import numbers
 import operator
 from collections.abc import Callable, Hashable, Iterator
 
-from jaxllm.errors import ConfigError, KVCacheError
+from jaxllm.errors import ConfigError, KVCacheError, called, shown
 from jaxllm.sched.policies.priority import PriorityPolicy
 from jaxllm.types import Request
 
@@ -167,5 +167,7 @@ class RequestQueue:
     def _score(self, request: Request, now: float) -> float:
         score = self._priority.score(request, now)
         if (type(score) is not float and not isinstance(score, numbers.Real)) or score != score:
-            raise ConfigError(f"{self._priority} scores {request!r} with {score!r}, which is not a number")
+            raise ConfigError(
+                f"{called(self._priority)} scores {request!r} with {shown(score)}, which is not a number"
+            )
         return score

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection
 from typing import NamedTuple
 
-from jaxllm.errors import ConfigError, Faults, RequestError, UserCodeError, shown
+from jaxllm.errors import ConfigError, Faults, RequestError, UserCodeError, called, path_of, shown
 from jaxllm.sched.applying import Iteration
 from jaxllm.sched.cache.names import FileIndex
 from jaxllm.sched.config import SchedulerConfig
@@ -106,8 +106,8 @@ class Scheduler:
         self._files = files
         if config.enable_prefix_caching and not policy.shares_prefixes:
             raise ConfigError(
-                f"enable_prefix_caching=True: {policy} plans without a prefix cache; leave it out, or take "
-                "vllm_v1, adaptive or another preset"
+                f"enable_prefix_caching=True: {called(policy)} plans without a prefix cache; leave it "
+                "out, or take vllm_v1, adaptive or another preset"
             )
         self.config = config
         self.policy = policy
@@ -308,7 +308,7 @@ class Scheduler:
         with unchanged(self._planner, itertools.islice(self._state.live.values(), _NUM_WATCHED)):
             plan = self._planner.plan(now)
         if plan is not None:
-            check_plan(plan, self._state, self._planner)
+            check_plan(plan, self._state, path_of(self._planner))
         return plan
 
     @property
@@ -481,6 +481,6 @@ def _planner_of(policy: SchedulingPolicy, state: SchedulerState) -> Planner:
     if isinstance(policy, SchedulerPolicy):
         return PolicyPlanner(state, policy)
     raise ConfigError(
-        f"{policy!r} does not say how to plan: pass a SchedulerPolicy, or derive its class from "
+        f"{called(policy)} does not say how to plan: pass a SchedulerPolicy, or derive its class from "
         "jaxllm.sched.plan.PlanningPolicy"
     )

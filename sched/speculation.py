@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, called
 from jaxllm.sched.ledger import Ledger, VerificationRecord
 from jaxllm.sched.plan import Plan
 from jaxllm.sched.policies import SchedulerPolicy, SchedulingPolicy
@@ -126,7 +126,7 @@ class Speculation:
         """
         if not (isinstance(policy, SchedulerPolicy) and policy.iterations.mixes):
             raise ConfigError(
-                f"{policy} does not compute prompts beside decodes, as verifying drafts takes: leave "
+                f"{called(policy)} does not compute prompts beside decodes, as verifying drafts takes: leave "
                 "speculative_config out, or take vllm_v1, adaptive or another preset"
             )
         self._ledger = ledger

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, called, shown
 from jaxllm.sched.cache.names import Absence
 from jaxllm.sched.cache.preview import NO_HIT, Hit, PoolPreview
 from jaxllm.sched.plan import Plan, check_seconds
@@ -223,8 +223,8 @@ class Taking:
         decision = policy.choose(request, copied_out_at, pools, self.now)
         if not isinstance(decision, ResumeDecision) or not isinstance(decision.action, ResumeAction):
             raise ConfigError(
-                f"{policy} answered {decision!r}, which is not a ResumeDecision of a ResumeAction, for "
-                f"request {request.request_id!r}"
+                f"{called(policy)} answered {shown(decision)}, which is not a ResumeDecision of a "
+                f"ResumeAction, for request {request.request_id!r}"
             )
         check_seconds(policy, decision.swap_seconds, decision.copy_seconds)
         if decision.action is ResumeAction.RECOMPUTE:

@@ -21,7 +21,9 @@ from markdown_it.token import Token
 
 from jaxllm import LLM, BeamSearchParams, EngineConfig, SamplingParams, StructuredOutputsParams
 from jaxllm.cli.main import build_parser
+from jaxllm.commands.needs import check_needs
 from jaxllm.engine.vllm_names import SETTINGS
+from jaxllm.errors import ConfigError
 from jaxllm.functional import prefill
 from jaxllm.pallas_kernels import decode_attention
 from jaxllm.sched.policies import SchedulerPolicy
@@ -112,7 +114,7 @@ def command_problem(words: Sequence[str]) -> str | None:
         if len(words) == 2:  # the name of a command
             (commands,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
             return None if words[1] in commands.choices else f"jaxllm has no {words[1]!r}"
-        return _exit_message(lambda: parser.parse_args(words[1:]))
+        return _exit_message(lambda: check_needs(parser.parse_args(words[1:])))
     script, arguments = ROOT / words[1], list(words[2:])
     if not script.is_file():
         return f"there is no {words[1]}"
@@ -151,6 +153,8 @@ def _exit_message(parse) -> str | None:
             parse()
     except SystemExit:
         return stderr.getvalue().strip().splitlines()[-1]
+    except ConfigError as error:
+        return str(error)
     return None
 
 

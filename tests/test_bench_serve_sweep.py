@@ -291,14 +291,30 @@ def test_a_sweep_of_two_presets(tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_a_sweep_has_measured_outlives_a_server_that_fails(tmp_path, capsys):
+FAILS_IN_A_SERVER = """
+import sys
+
+from jaxllm.sched.presets import vllm_v1
+
+
+def policy(costs):
+    if sys.argv[1:2] == ["serve"]:
+        raise RuntimeError("not in a server")
+    return vllm_v1(costs)
+"""
+
+
+def test_what_a_sweep_has_measured_outlives_a_server_that_fails(tmp_path, monkeypatch, capsys):
+    (tmp_path / "failing_in_servers.py").write_text(FAILS_IN_A_SERVER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     output = tmp_path / "sweep.json"
-    command = ["bench", "serve", "--sweep", "vllm_v1,json:dumps", "--server-args", SMALL]
+    command = ["bench", "serve", "--sweep", "vllm_v1,failing_in_servers:policy", "--server-args", SMALL]
     command += ["--num-prompts=4", "--input-len=4", "--output-len=2", "--output", str(output)]
     assert main(command) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("jaxllm: error: the server ended before it was ready")
-    assert "json:dumps" in said
+    assert "failing_in_servers:policy" in said
     found = json.loads(output.read_text())
     assert not found["is_complete"]
     assert [run["policy"] for run in found["runs"]] == ["vllm_v1"]

@@ -15,6 +15,7 @@ from jaxllm.cluster.ingress import Ingress
 from jaxllm.cluster.merged_metrics import merge_metrics
 from jaxllm.cluster.replica import Replica
 from jaxllm.cluster.serve import ClusterConfig
+from jaxllm.commands.needs import check_needs
 from jaxllm.errors import ConfigError, EngineError
 from jaxllm.server.config import ServerConfig
 
@@ -541,7 +542,10 @@ def parsed(*words):
 
 
 def test_options_of_clusters_come_with_replicas():
-    serve_ray.check_options(parsed())
-    serve_ray.check_options(parsed("--replicas=2", "--routing=prefix"))
-    with pytest.raises(ConfigError, match="--max-replicas, --ray-address are options of clusters"):
-        serve_ray.check_options(parsed("--max-replicas=2", "--ray-address=auto"))
+    check_needs(parsed())
+    check_needs(parsed("--replicas=2", "--routing=prefix"))
+    for option in ("--max-replicas=2", "--ray-address=auto"):
+        with pytest.raises(ConfigError, match=f"{option.partition('=')[0]} does nothing without --replicas"):
+            check_needs(parsed(option))
+    with pytest.raises(ConfigError, match="--target-queued-tokens does nothing without --max-replicas"):
+        check_needs(parsed("--replicas=2", "--target-queued-tokens=9"))

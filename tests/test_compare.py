@@ -639,7 +639,10 @@ def test_command_line_has_no_machine_paths():
     assert command_line(words) == "jaxllm compare model mixed --python vllm=python"
 
 
-def test_wrong_arguments(checkpoint, capsys):
+def test_wrong_arguments(checkpoint, tmp_path, capsys):
+    listed, other = tmp_path / "listed.json", tmp_path / "other.json"
+    listed.write_text("[]")
+    other.write_text('{"rows": [{}], "hardware": {}}')
     for arguments, message in (
         ([str(checkpoint / "nowhere"), "mixed"], "has no config.json"),
         ([], "name a checkpoint folder and a workload"),
@@ -647,7 +650,13 @@ def test_wrong_arguments(checkpoint, capsys):
         ([str(checkpoint), "mixed", "--rate", "0"], "a trace's own times, and 'mixed' has none"),
         ([str(checkpoint), "mixed", "--rate", "nan"], "--rate nan must be requests a second"),
         ([str(checkpoint), "mixed", "--server", "sglang"], "must be NAME=URL"),
-        (["--from-json", str(checkpoint / "config.json")], "holds no results"),
+        (["--from-json", str(checkpoint / "config.json")], "must be what `jaxllm compare --out FILE.json`"),
+        (["--from-json", str(listed)], "and holds a list"),
+        (["--from-json", str(other)], "and holds 'rows', 'hardware', but not all that it writes"),
+        (["--from-json", str(other), "--repetitions", "4"], "--repetitions means nothing with --from-json"),
+        (["--from-json", str(other), str(checkpoint)], "MODEL means nothing with --from-json"),
+        ([str(checkpoint), "mixed", "--pip", "x"], "--pip does nothing without --install"),
+        ([str(checkpoint), "mixed", "--server-token-ids"], "does nothing without --server"),
         (["--install", "sglang"], "there are recipes for"),
         ([str(checkpoint), "medium"], "neither a file"),
         ([str(checkpoint), "mixed", "--static-batch-sizes", "0"], "at least 1"),

@@ -174,9 +174,18 @@ def test_explain_refuses_what_is_no_ledger(tmp_path, capsys):
     broken.write_text("")
     assert main(["explain", str(broken), "--plot", str(tmp_path / "x.unknown")]) == 2
     assert "--plot" in capsys.readouterr().err
-    assert main(["explain", str(broken)]) == 0
-    capsys.readouterr()
+    assert main(["explain", str(broken)]) == 2
+    assert "holds no records of a ledger: name the file that a run wrote" in capsys.readouterr().err
     assert main(["explain", str(broken), "--width", "0"]) == 2
+
+
+def test_a_ledger_of_a_run_without_steps_is_told(ledger_file, tmp_path, capsys):
+    begun = tmp_path / "begun.jsonl"
+    begun.write_text(ledger_file.read_text().splitlines(keepends=True)[0])
+    assert main(["explain", str(begun)]) == 0
+    printed = capsys.readouterr()
+    assert "begun.jsonl has no steps" in printed.err
+    assert "0 steps, 0 preemptions" in printed.out
 
 
 def test_a_ledger_that_is_cut_off_is_told_and_the_rest_is_used(ledger_file, tmp_path, capsys):

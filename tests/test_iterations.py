@@ -100,7 +100,9 @@ def test_what_cannot_be_fitted_is_refused(timings, tmp_path, capsys):
     for options, message in (
         (["--fit", str(timings), "--model", "m"], "--model means nothing with --fit"),
         (["--fit", str(timings), "--samples", "s.json"], "--samples means nothing with --fit"),
-        (["--json", "x.json"], "--json is of --fit"),
+        (["--fit", str(timings), "--seconds", "3"], "--seconds means nothing with --fit"),
+        (["--fit", str(timings), "--compile-report"], "--compile-report means nothing with --fit"),
+        (["--json", "x.json"], "--json does nothing without --fit"),
         (["--fit", str(timings), "--json", str(timings), "--overwrite"], "--fit and --json are one file"),
     ):
         assert main(["profile", *options]) == 2

@@ -196,8 +196,9 @@ def test_crossovers_are_drawn(tmp_path):
     [
         (
             ["llama-3-8b", "--device", "h100", "--no-compile", "--plot", "x.png"],
-            "--plot draws what --crossover",
+            "--plot does nothing without --crossover",
         ),
+        (["llama-3-8b", "--quantize-lm-head"], "--quantize-lm-head does nothing without --quantization"),
         (["--device", "h100"], "name a MODEL and a --device"),
         (["llama-3-8b"], "name a MODEL and a --device"),
         (

@@ -174,9 +174,37 @@ def test_whoever_changes_a_request_is_named(question, method, answer):
     policy = dataclasses.replace(policy, **{question: Changes(answer)})
     scheduler = make_scheduler(policy, num_gpu_blocks=2, num_host_blocks=2)
     with pytest.raises(
-        ConfigError, match=rf"^Changes.{method} changed request 'r[01]' \(num_passed from [01] to [12]\)"
+        ConfigError,
+        match=rf":Changes.{method} changed request 'r[01]' \(num_passed from [01] to [12]\)",
     ):
         run_two(scheduler)
+
+
+class Nameless(Changes):
+    __repr__ = object.__repr__
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [("victim", "soon"), ("priority", "soon"), ("action", "swap"), ("resume", object())],
+)
+def test_who_breaks_the_contract_is_called_by_its_class_and_not_by_an_address(question, answer):
+    class Answers(Nameless):
+        def _change(self, request, *others):
+            return answer
+
+        score = group = choose = _change
+
+    policy = dataclasses.replace(V1, action=SwapIfItFits(LinearCosts()))
+    policy = dataclasses.replace(policy, **{question: Answers(answer)})
+    with pytest.raises(ConfigError, match=r"test_policy_contract:.*Answers") as caught:
+        run_two(make_scheduler(policy, num_gpu_blocks=2, num_host_blocks=2))
+    assert " at 0x" not in str(caught.value)
+
+
+def test_a_part_that_answers_nothing_is_shown_without_an_address():
+    with pytest.raises(ConfigError, match=r"^victim=<object object> does not answer the question"):
+        dataclasses.replace(V1, victim=object())
 
 
 def run_two(scheduler):

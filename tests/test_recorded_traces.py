@@ -170,10 +170,10 @@ def test_guidellms_results(tmp_path):
     assert len(load_trace(path, benchmark=1)) == 1
     with pytest.raises(ConfigError, match=r"has 2 benchmarks, .*: pass benchmark= \(--benchmark\)"):
         load_trace(path)
-    with pytest.raises(ConfigError, match=r"benchmark must lie in \[0, 1\]"):
+    with pytest.raises(ConfigError, match=r"benchmark=2: .* has 2 of them; name one from 0 to 1"):
         load_trace(path, benchmark=2)
     with pytest.raises(
-        ConfigError, match=r"benchmark=1 is of form guidellm, and .* is of form vllm: leave it"
+        ConfigError, match=r"benchmark=1 is for a trace of form guidellm, and .* is of form vllm: leave it"
     ):
         load_trace(write_json(tmp_path / "vllm.json", VLLM), benchmark=1)
     broken = {"benchmarks": [{"requests": {"successful": [3, {"prompt_tokens": 4}]}}]}

@@ -189,7 +189,7 @@ def test_costs_of_ones_own_that_raise_are_named():
 
     few = {"num_gpu_blocks": 60, "num_host_blocks": 60, "num_prompts": 60, "max_model_len": 900}
     with pytest.raises(UserCodeError, match=r"Breaks.swap_out_seconds\(\d+\) raised LookupError: no such"):
-        simulate(model="llama-3-8b", costs=Breaks(), policies="paper", too_long="clip", **few)
+        simulate(model="llama-3-8b", costs=Breaks(), policies="paper", **few)
 
 
 def test_a_profile_is_costs_and_names_its_model_and_device(tmp_path):
@@ -372,7 +372,7 @@ def test_requests_that_do_not_fit():
         ({"link": 25}, "link=25 is bytes a second, and no link is so slow: 25 GB/s are 25e9"),
         ({"link": 25, "costs": "roofline"}, "link=25 is bytes a second"),
         ({"overlap_swaps": "no"}, "overlap_swaps='no' must be True or False"),
-        ({"tokenizer": "x"}, "tokenizer: there is no file to read"),
+        ({"tokenizer": "x"}, "tokenizer: of a trace's file, and trace names none; name one"),
         ({"device": 3}, "device=3 must be a name"),
         ({"model": 3}, "model=3 must be a published shape's name"),
         ({"dataset": 3}, "dataset=3 is neither"),
@@ -387,6 +387,14 @@ def test_requests_that_do_not_fit():
         ({"model": demo_model_path(), "max_model_len": 2000}, "exceeds the 1024 positions"),
         ({"costs": "roofline", "tensor_parallel": 2}, "tensor_parallel=2 is of costs='silicon'"),
         ({"too_long": "cut"}, "choose from raise, clip, skip"),
+        (
+            {"too_long": "clip"},
+            "does nothing: what is drawn has at most 84 tokens, prompt and output together",
+        ),
+        (
+            {"too_long": "skip", "dataset": "alpaca", "max_model_len": 192},
+            "max_model_len is 192; leave it out",
+        ),
     ],
 )
 def test_errors_say_what_to_pass(arguments, message):
@@ -490,7 +498,16 @@ def test_the_command_reads_traces(tmp_path, capsys):
     [
         (["--input-len=3", "--dataset=alpaca"], "drop one"),
         (["--dataset=prompts.json"], "a file needs --column and --tokenizer"),
-        (["--tokenizer=x"], "of --dataset FILE"),
+        (["--tokenizer=x"], "--tokenizer does nothing without --trace or --dataset: add one of them"),
+        (["--tokenizer=x", "--dataset=alpaca"], "a --dataset that is a file, and alpaca is drawn: drop them"),
+        (["--on-bad=skip"], "--on-bad does nothing without --trace or --dataset"),
+        (["--column=x", "--input-len=3"], "--column does nothing without --dataset: add that, or leave"),
+        (["--benchmark=0"], "--benchmark does nothing without --trace: add that, or leave --benchmark out"),
+        (["--time-unit=s"], "--time-unit does nothing without --trace"),
+        (["--hash-block-len=16"], "--hash-block-len does nothing without --trace"),
+        (["--quantize-lm-head"], "--quantize-lm-head does nothing without --quantization"),
+        (["--no-quantize-lm-head"], "--no-quantize-lm-head does nothing without --quantization"),
+        (["--skip", "--input-len=9", "--output-len=9"], "--skip does nothing: what is drawn has at most 18"),
         (["--host-memory=lots"], "size (bytes, or such as 64GB)"),
     ],
 )

@@ -502,3 +502,41 @@ def test_costs_and_policies_that_raise_are_named_by_what_they_were_asked():
     for policy in (dataclasses.replace(SWAP, action=Gives()), VLLM025(action=Gives())):
         with pytest.raises(UserCodeError, match=r"Gives.choose raised LookupError: no .*about request '1'$"):
             simulate(TWO, config(), policy, ConstantCosts(), overlap_swaps=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "simulate: missing a required argument: 'trace'; pass a Trace, a SchedulerConfig, a policy and"),
+        ({"trace": TWO}, "missing a required argument: 'config'"),
+        ({"trace": TWO, "policies": "vllm"}, "jaxllm.research.simulate makes these of a model"),
+        ({"policy": 3}, "3 is no policy's name: pass one of adaptive"),
+        ({"costs": "roofline"}, "has no step_seconds"),
+        ({"overlap_swaps": 1}, "must be True or False, got 1"),
+        ({"async_scheduling": "no"}, "must be True or False, got 'no'"),
+        (
+            {"residuals": {}},
+            "residuals={} must be None, or a value of jaxllm.research.simulator.truth.Residuals",
+        ),
+        ({"ledger": "l.jsonl"}, "ledger='l.jsonl' must be None, or a value of jaxllm.sched.ledger.Ledger"),
+        (
+            {"drafts": {"acceptance": 1}},
+            "must be None, or a value of jaxllm.research.simulator.drafting.SimulatedDrafts",
+        ),
+        (
+            {"calibration": ConstantCosts()},
+            "must be None, or a value of jaxllm.predictors.online.OnlineCalibration",
+        ),
+        ({"files": "folder"}, "must be None, or a value of jaxllm.research.simulator.files.SimulatedFiles"),
+        ({"scheduler": "adaptive"}, "must be None, or a value of jaxllm.sched.scheduler.Scheduler"),
+        ({"priorities": [1]}, "priorities=[1] must have a number for each of the 2 requests"),
+        ({"deadlines": ["a", 1.0]}, "one of deadlines must be a number, got 'a'"),
+        ({"ingress_seconds": "a"}, "ingress_seconds must be a number"),
+    ],
+)
+def test_arguments_that_are_missing_or_of_another_kind_are_named(given, message):
+    full = {"trace": TWO, "config": config(), "policy": SWAP, "costs": ConstantCosts(), "overlap_swaps": True}
+    arguments = given if "trace" in given or not given else full | given
+    with pytest.raises(ConfigError) as caught:
+        simulate(**arguments)
+    assert message in str(caught.value)

@@ -100,8 +100,8 @@ def test_head_keeps_the_first_prompts():
     )
     assert trace.head(3) == trace != head
     assert make(prompt_texts=["a", "b", "c"]).head(1).prompt_texts == ("a",)
-    for count in (0, 4):
-        with pytest.raises(ConfigError, match=rf"num_requests must lie in \[1, 3\], got {count}"):
+    for count, message in ((0, r" must lie in \[1, "), (4, "=4: trace 't' has 3 requests; ask for as many")):
+        with pytest.raises(ConfigError, match=f"num_requests{message}"):
             trace.head(count)
 
 

@@ -12,6 +12,7 @@ from variants import golden_checkpoint
 
 import jaxllm
 from jaxllm import LLM, SamplingParams, TextPrompt, TokensPrompt
+from jaxllm.cli.main import main
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.vllm_names import CALL_ARGUMENTS, CHAT_ARGUMENTS, SETTINGS, check_call_arguments, translate
 from jaxllm.errors import ConfigError, EngineError, RequestError, SamplingParamsError
@@ -56,6 +57,10 @@ def test_values_that_change_nothing_are_taken(caplog):
         ({"cpu_offload_gb": 2}, "cpu_offload_gb=2 is not supported: weights stay on the device"),
         ({"swap_space": 8}, "use num_host_blocks"),
         ({"scheduling_policy": "fcfs"}, "use scheduler_policy"),
+        ({"max_seq_len_to_capture": 4096}, "which decode_buckets and prefill_buckets name"),
+        ({"guided_decoding_backend": "xgrammar"}, "a request's structured_outputs say what to follow"),
+        ({"speculative_model": "m"}, "use speculative_config"),
+        ({"kv_transfer_config": {"kv_connector": "Nixl"}}, "KV is not sent between engines"),
         ({"max_model_length": 5}, "unknown setting 'max_model_length'; did you mean max_model_len?"),
         ({"num_gpu_blocks": 5}, "did you mean num_gpu_blocks_override?"),
         ({"kv_cache_memory": None, "kv_cache_memory_bytes": 5}, "are the same setting"),
@@ -94,6 +99,53 @@ def test_sampling_parameters_that_change_nothing():
     ):
         with pytest.raises(SamplingParamsError, match=f"{name} is not a sampling parameter"):
             SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"load_format": "gguf"}, r"auto, safetensors, orbax, dummy are; .*gguf_file=name"),
+        ({"load_format": "pt"}, "`jaxllm convert-bin` makes safetensors"),
+        ({"load_format": "runai_streamer"}, "safetensors are read as they are: leave it out"),
+        (
+            {"quantization": "bitsandbytes"},
+            r"which int8, int8_weight, int4_weight, fp8 round .*dequantize\(\)",
+        ),
+        ({"quantization": "awq_marlin"}, "needs no option: leave it out"),
+    ],
+)
+def test_values_of_vllm_that_there_are_not_say_what_there_is(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**setting)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            ["generate", "x", "--guided-json", "{}"],
+            "--guided-json is not supported: use --structured-outputs, of",
+        ),
+        (["generate", "x", "--use-beam-search"], "use LLM.beam_search with BeamSearchParams"),
+        (["generate", "x", "--max-new-tokens=3"], "--max-new-tokens is not supported: use --max-tokens"),
+        (
+            ["generate", "x", "--max-seq-len-to-capture=9"],
+            "which --decode-buckets and --prefill-buckets name",
+        ),
+        (["generate", "x", "--load-format=gguf"], "gguf_file=name"),
+        (["generate", "x", "--quantize-lm-head"], "does nothing without --quantization: add that"),
+        (["generate", "x", "--chat-template=a"], "--chat-template does nothing without --chat or --input"),
+        (
+            ["serve", "--enable-auto-tool-choice"],
+            "tools are called where tool_choice of a request demands it",
+        ),
+        (["serve", "--ssl-keyfile", "a"], "serve behind a proxy"),
+        (["serve", "--guided-decoding-backend=outlines"], "grammars are llguidance's"),
+    ],
+)
+def test_options_of_vllm_are_answered_on_the_command_line(command, message, capsys):
+    assert main(command) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from jaxllm.cli import generate_ray
+from jaxllm.commands.needs import only_with
 from jaxllm.commands.options import (
     add_engine_options,
     check_distinct,
@@ -24,6 +25,7 @@ from jaxllm.commands.options import (
     only_errors,
 )
 from jaxllm.commands.progress import Progress
+from jaxllm.commands.words import known_elsewhere
 from jaxllm.errors import ConfigError, EngineError, JaxllmError
 from jaxllm.jobs.prompt_files import read_prompts
 from jaxllm.jobs.prompts_io import (
@@ -37,8 +39,8 @@ from jaxllm.jobs.row_requests import (
     fingerprint_context,
     with_seed,
 )
-from jaxllm.sampling.params import SamplingParams
-from jaxllm.system.options import add_flags, flag, given
+from jaxllm.sampling.params import OTHER_NAMES, SamplingParams
+from jaxllm.system.options import add_flags, given
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
@@ -108,23 +110,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="each prompt is sampled with a seed made of N and its index (default: %(default)s)",
     )
+    only_with(parser, "input", options=("column", "id_column", "where", "rows"))
+    only_with(parser, "output", options=("resume",))
+    only_with(parser, "chat", "input", options=("chat_template",))
     generate_ray.add_options(parser)
     add_engine_options(parser)
+    known_elsewhere(parser, OTHER_NAMES)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Complete the prompts; returns the exit code."""
-    if args.resume and args.output is None:
-        raise ConfigError("--resume continues a file: name it with --output")
     if args.text and args.output is not None:
         raise ConfigError("--text is for stdout, and --output holds JSON lines: drop one of the two")
     settings = {"seed": args.seed, **engine_settings(args)}
     template = _chat_template(args.chat_template)
     if args.ray:
         return generate_ray.run(args, _sampling_params(args), settings)
-    if others := generate_ray.given_options(args):
-        raise ConfigError(f"{', '.join(others)} are options of clusters: add --ray")
     check_distinct({"--input": args.input, "--output": args.output, "--ledger": settings.get("ledger")})
     rows = _read_rows(args)
     with contextlib.ExitStack() as stack:
@@ -206,9 +208,6 @@ class _Stdout:
 def _read_rows(args: argparse.Namespace) -> list[PromptRow]:
     if bool(args.prompts) == (args.input is not None):
         raise ConfigError("give prompts as arguments or with --input, one of the two")
-    for name in ("column", "id_column", "where", "rows"):
-        if getattr(args, name) and args.input is None:
-            raise ConfigError(f"{flag(name)} is of --input, which is not given")
     defaults = _sampling_params(args)
     wanted = _wanted_rows(args.rows)
     if args.input is None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.commands.needs import only_with
 from jaxllm.commands.options import note
 from jaxllm.commands.signals import signals_as_interrupts
 from jaxllm.errors import ConfigError
@@ -38,6 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, (convert, metavar, text) in _OPTIONS.items():
         flag = "--" + name.replace("_", "-")
         group.add_argument(flag, type=convert, metavar=metavar, default=argparse.SUPPRESS, help=text)
+    only_with(parser, "ray", options=_OPTIONS)
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:

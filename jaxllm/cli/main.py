@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import jaxllm
+from jaxllm.commands.needs import check_needs
 from jaxllm.commands.options import loggers_put_back
-from jaxllm.commands.words import flags_of, in_flags
+from jaxllm.commands.words import flags_of, in_flags, way_out_of
 from jaxllm.errors import JaxllmError, did_you_mean
 from jaxllm.system.options import is_encodable
 
@@ -69,7 +70,11 @@ class _Parser(argparse.ArgumentParser):
         """Report a usage error in one line, as every other error."""
         if message.startswith(_UNRECOGNIZED):
             option = message.removeprefix(_UNRECOGNIZED).split()[0].partition("=")[0]
-            message += f"; {did_you_mean(option, _flags(self))}".rstrip("; ")
+            way_out = way_out_of(self, option)
+            if way_out is not None:
+                message = f"{option} is not supported: {way_out}"
+            else:
+                message += f"; {did_you_mean(option, _flags(self))}".rstrip("; ")
         message = re.sub(r"^argument (--[\w-]+): \1 ", r"\1 ", in_flags(message, flags_of(self)))
         self.exit(EXIT_ERROR, f"jaxllm: error: {message} (see `{self.prog} --help`)\n")
 
@@ -109,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser.parse_args(arguments)
         args.command_line = arguments
+        check_needs(args)
         with loggers_put_back():
             code: int = args.run(args)
         sys.stdout.flush()

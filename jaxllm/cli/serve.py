@@ -14,11 +14,25 @@ from jaxllm.commands.options import (
     note,
     tell_of_programs,
 )
+from jaxllm.commands.words import known_elsewhere
 from jaxllm.engine import processes
 from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.server.config import ServerConfig
 from jaxllm.system.options import add_flags, given
+
+_BEHIND = "serve behind a proxy (nginx, Caddy) that does it, or leave it out"
+_TOOLS = "tools are called where tool_choice of a request demands it; leave it out"
+_LOG = "use log_requests=False for none of them; leave it out"
+_OF_VLLM = {
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "root_path", "middleware"), _BEHIND),
+    **dict.fromkeys(("allowed_origins", "allowed_methods", "allowed_headers"), _BEHIND),
+    **dict.fromkeys(("enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin"), _TOOLS),
+    **dict.fromkeys(("disable_log_requests", "uvicorn_log_level", "max_log_len"), _LOG),
+    "chat_template": "the checkpoint's is taken: put another into its folder as chat_template.jinja",
+    "api_server_count": "use data_parallel_size for several engines behind one server",
+}
+"""vLLM's options of servers that there are not, and the way out."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_flags(parser.add_argument_group("server options"), ServerConfig)
     serve_ray.add_options(parser)
     add_engine_options(parser)
+    known_elsewhere(parser, _OF_VLLM)
     parser.set_defaults(run=run)
 
 
@@ -41,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
     with needs_server_packages():
         from jaxllm.server.run import listen, log_to_stderr, make_server, tune_interpreter
         from jaxllm.server.service import Service
-    serve_ray.check_options(args)
     settings = engine_settings(args)
     config = ServerConfig(**given(args, ServerConfig))
     if config.is_open:
@@ -62,7 +76,6 @@ def run(args: argparse.Namespace) -> int:
 
 def follow(args: argparse.Namespace) -> int:
     """Do what the leader of an engine says (`--node-rank`), until it ends."""
-    serve_ray.check_options(args)
     for name in given(args, ServerConfig):
         raise ConfigError(
             f"--{name.replace('_', '-')} is of a server, and --node-rank {args.node_rank} has none: give it "

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cluster.config import ClusterConfig
+from jaxllm.commands.needs import only_with
 from jaxllm.commands.options import model_name, note
 from jaxllm.errors import ConfigError
-from jaxllm.system.options import add_flags, flag, given, options_of
+from jaxllm.system.options import add_flags, given, options_of
 
 if TYPE_CHECKING:
     from jaxllm.server.config import ServerConfig
@@ -25,18 +26,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of the cluster (default: RAY_ADDRESS, one that runs here, or a new one)",
     )
     add_flags(group, ClusterConfig)
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """Verify that options of clusters come with `--replicas`.
-
-    Raises:
-        ConfigError: one does not.
-    """
-    names = {name: declared.flag or name for name, _, declared in options_of(ClusterConfig)}
-    flags = [flag(names.get(name, name)) for name in (*names, "ray_address") if hasattr(args, name)]
-    if flags and not hasattr(args, "num_replicas"):
-        raise ConfigError(f"{', '.join(flags)} are options of clusters: add --replicas")
+    own = {name for name, _, declared in options_of(ClusterConfig) if declared.flag is not None}
+    only_with(parser, "num_replicas", options={*own, "ray_address"} - {"num_replicas"})
+    only_with(parser, "max_replicas", options=("target_queued_tokens",))
 
 
 def run(args: argparse.Namespace, settings: Mapping[str, Any], server: ServerConfig) -> int:

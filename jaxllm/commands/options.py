@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.commands.needs import only_with
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.vllm_names import RENAMED, SETTINGS, translate
 from jaxllm.errors import ConfigError
@@ -37,6 +38,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list each program's shape, seconds and memory on stderr",
     )
+    only_with(parser, "quantization", options=("quantize_lm_head",))
     _add_options_of_vllm(parser)
 
 

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable, Mapping, Set
 
-_CALLED = "flags_by_other_names"
+_CALLED, _ELSEWHERE = "flags_by_other_names", "ways_out_of_other_options"
 _VALUE = r"(?P<value>True|False|None|'[^']*'|\"[^\"]*\"|[^\s,;:()'\"]+)"
 
 
@@ -20,6 +20,20 @@ _KEPT = rf"(?<!\w)(?:'[^']*'|\"[^\"]*\")(?!\w)|(?<=\w)\({_NESTED}*(?:\)|$)|<\w[^
 def call_too(parser: argparse.ArgumentParser, **names: str) -> None:
     """Say which flags of a command stand for what Python calls otherwise."""
     parser.set_defaults(**{_CALLED: names})
+
+
+def known_elsewhere(parser: argparse.ArgumentParser, ways_out: Mapping[str, str]) -> None:
+    """Say what a command answers to options that others have and it has not, by their settings' names."""
+    parser.set_defaults(**{_ELSEWHERE: ways_out})
+
+
+def way_out_of(parser: argparse.ArgumentParser, option: str) -> str | None:
+    """What a parser, or one of its commands, says of an option that it has not."""
+    found = [(parser.get_default(_ELSEWHERE) or {}).get(option.lstrip("-").replace("-", "_"))]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [way_out_of(one, option) for one in action.choices.values()]
+    return next(filter(None, found), None)
 
 
 class Flags(dict[str, str]):

@@ -9,9 +9,9 @@ from typing import Any
 from jaxllm.engine.speculation import SpeculativeConfig, speculative_config
 from jaxllm.errors import ConfigError, shown
 from jaxllm.loading.checkpoints import demo_model_path
-from jaxllm.loading.load import LOAD_FORMATS
+from jaxllm.loading.load import LOAD_FORMATS, check_load_format
 from jaxllm.models.linear_formats import QUANTIZATIONS
-from jaxllm.models.quantisation import METHODS
+from jaxllm.models.quantisation import HOW_TO_DEQUANTISE, METHODS
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.own import check_costs
 from jaxllm.sched.policies import SchedulingPolicy
@@ -59,7 +59,12 @@ def _implementation(name: str, value: object) -> object:
 
 
 def _quantization(name: str, value: object) -> object:
-    if isinstance(value, str) and value in METHODS and value not in QUANTIZATIONS:
+    if isinstance(value, str) and value in HOW_TO_DEQUANTISE:
+        raise ConfigError(
+            f"{name}={shown(value)} is not supported: take a checkpoint in 16 bits, which "
+            f"{', '.join(QUANTIZATIONS)} round while it is loaded{HOW_TO_DEQUANTISE[value]}"
+        )
+    if isinstance(value, str) and value.removesuffix("_marlin") in METHODS and value not in QUANTIZATIONS:
         raise ConfigError(
             f"{name}={shown(value)} is how a checkpoint says that it is quantised, and needs no option: "
             "leave it out"
@@ -208,7 +213,7 @@ class EngineConfig:
     quantization: str | None = option(None, names=tuple(QUANTIZATIONS), check=_quantization)
     quantize_lm_head: bool = option(True)
     kv_cache_dtype: str = option("auto", names=("auto", *KV_DTYPES), check=kv_dtype_of)
-    load_format: str = option("auto", choices=LOAD_FORMATS)
+    load_format: str = option("auto", choices=LOAD_FORMATS, check=check_load_format)
     hf_overrides: Mapping[str, Any] | None = option(None, check=_overrides, parse=json_object)
     seed: int = option(0, within=(0, 2**63 - 1), flag=None)
     tensor_parallel_size: int = option(1, within=(1, 1024), short=("-tp",))

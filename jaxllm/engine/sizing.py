@@ -15,7 +15,7 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.costs import shape_of
 from jaxllm.engine.models import Model, stores_kv
 from jaxllm.engine.scheduling import Scheduling, make_scheduling
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, shown
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.config import ExecutorConfig
@@ -272,11 +272,11 @@ def _check_attention(config: EngineConfig, model_config: ModelConfig, model: Mod
         found = jax.eval_shape(attend, q, pool, tables, lengths)
     except TypeError as error:
         raise ConfigError(
-            f"attention_implementation={config.attention_implementation!r} cannot be called: {error}"
+            f"attention_implementation={shown(config.attention_implementation)} cannot be called: {error}"
         ) from error
     if (getattr(found, "shape", None), getattr(found, "dtype", None)) != (q.shape, q.dtype):
         raise ConfigError(
-            f"attention_implementation={config.attention_implementation!r} returns {found} of queries "
+            f"attention_implementation={shown(config.attention_implementation)} returns {found} of queries "
             f"{q.shape} {q.dtype}: it must return that shape and dtype"
         )
 

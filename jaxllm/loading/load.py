@@ -17,12 +17,40 @@ from jaxllm.loading.shards import INDEX_FILE, SINGLE_FILE, list_tensors
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import check_model_config, read_hf_config
 from jaxllm.models.linear_formats import LinearFormats
-from jaxllm.models.quantisation import quantisation_of
+from jaxllm.models.quantisation import HOW_TO_DEQUANTISE, quantisation_of
 from jaxllm.models.registry import PLAIN, Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.system.dtypes import dtype_of, dtype_or_auto
+from jaxllm.system.options import check_choice
 
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
+_SAFETENSORS = "safetensors are read as they are: leave it out"
+_OTHER_FORMATS = {
+    "hf": _SAFETENSORS,
+    "fastsafetensors": _SAFETENSORS,
+    "runai_streamer": _SAFETENSORS,
+    "pt": "pickled weights are not read: `jaxllm convert-bin` makes safetensors of them",
+    "npcache": "pickled weights are not read: `jaxllm convert-bin` makes safetensors of them",
+    "mistral": "take the checkpoint in Hugging Face's layout, with config.json and model*.safetensors",
+    "tensorizer": "take the checkpoint in safetensors, or make one of Orbax (`jaxllm convert`)",
+    "sharded_state": "take the checkpoint in safetensors, or make one of Orbax (`jaxllm convert`)",
+    **{name: f"take a checkpoint in 16 bits{made}" for name, made in HOW_TO_DEQUANTISE.items()},
+}
+"""vLLM's names of formats that there are not, and the way out."""
+
+
+def check_load_format(name: str, value: object) -> object:
+    """A format of weights, as it is.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if isinstance(value, str) and value in _OTHER_FORMATS:
+        raise ConfigError(
+            f"{name}={value!r} is not supported, {', '.join(LOAD_FORMATS)} are; {_OTHER_FORMATS[value]}"
+        )
+    check_choice(name, value, LOAD_FORMATS)
+    return value
 
 
 @under_jax_defaults
@@ -68,8 +96,7 @@ def iter_params(
 ) -> Iterator[tuple[str, Any]]:
     """As `load_params`, one weight at a time; those that are quantised in `formats`, if it has any."""
     folder = Path(path)
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    check_load_format("load_format", load_format)
     dtype = resolve_dtype(folder, dtype, load_format=load_format)
     placement = default_device() if device is None else device
     if load_format == "dummy":

@@ -105,12 +105,12 @@ def read_quantisation(config: Any) -> Quantisation:
         hint = did_you_mean(method, METHODS) if isinstance(method, str) else ""
         raise UnsupportedModelError(
             f"config.json: weights are quantised by {shown(method)}, and {', '.join(METHODS)} are read; "
-            f"{hint}take a checkpoint of one of these or in 16 bits{_MADE.get(str(method), '')}"
+            f"{hint}take a checkpoint of one of these or in 16 bits{HOW_TO_DEQUANTISE.get(str(method), '')}"
         )
     return METHODS[method](config)
 
 
-_MADE = {
+HOW_TO_DEQUANTISE = {
     "bitsandbytes": ", or make one with transformers: "
     "AutoModelForCausalLM.from_pretrained(folder).dequantize().save_pretrained(other)",
     "gguf": ", or make one with transformers: "

@@ -31,12 +31,11 @@ from jaxllm.system.options import Kept, json_object, option, options_of, sizes, 
 
 _NOT_SUPPORTED = "jaxllm does not support it; remove it"
 _NO_BEAMS = "it belongs to beam search: use LLM.beam_search with BeamSearchParams"
-_GUIDED = "use structured_outputs=StructuredOutputsParams(json=..., regex=..., choice=... or grammar=...)"
+_GUIDED = "use structured_outputs, of json, regex, choice or grammar (StructuredOutputsParams)"
 _PROCESSORS = "give functions to the engine: LLM(logits_processors=[...])"
 _FROM_TOKENIZER = "the engine reads it from the model folder; use stop_token_ids to stop at further tokens"
 
-# Names other libraries use, each with the way out.
-_OTHER_NAMES = {
+OTHER_NAMES: Mapping[str, str] = {
     # Hugging Face generate()
     "max_new_tokens": "use max_tokens",
     "max_length": "use max_tokens (output tokens, without the prompt)",
@@ -80,6 +79,13 @@ _OTHER_NAMES = {
     "logits_processors": _PROCESSORS,
     "spaces_between_special_tokens": _NOT_SUPPORTED,
     "extra_args": _NOT_SUPPORTED,
+    "repetition_detection": "it is unsupported; use repetition_penalty, or stop",
+    "thinking_token_budget": _NOT_SUPPORTED,
+    "guided_json": _GUIDED,
+    "guided_regex": _GUIDED,
+    "guided_choice": _GUIDED,
+    "guided_grammar": _GUIDED,
+    "guided_whitespace_pattern": _GUIDED,
     "flat_logprobs": _NOT_SUPPORTED,
     "max_completion_tokens": "use max_tokens",
     "top_logprobs": "use logprobs (a number)",
@@ -91,7 +97,7 @@ _OTHER_NAMES = {
     "temp": "use temperature",
     "end_id": _FROM_TOKENIZER,
 }
-
+"""Names that other libraries use, each with the way out."""
 
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "extra_args": (None,),
@@ -342,10 +348,8 @@ def _changes_nothing(name: str, value: object) -> bool:
 
 
 def _describe_unknown(name: str) -> str:
-    if name in _OTHER_NAMES:
-        return f"{name} is not a sampling parameter of jaxllm: {_OTHER_NAMES[name]}."
-    if name.startswith("guided_"):
-        return f"{name} is not a sampling parameter of jaxllm: {_GUIDED}."
+    if name in OTHER_NAMES:
+        return f"{name} is not a sampling parameter of jaxllm: {OTHER_NAMES[name]}."
     near = nearest(name, PARAMETER_NAMES)
     hint = f"did you mean {near}?" if near else f"choose from {', '.join(PARAMETER_NAMES)}."
     return f"{name} is not a sampling parameter of jaxllm: {hint}"

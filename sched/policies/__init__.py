@@ -41,7 +41,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
-from jaxllm.errors import ConfigError, did_you_mean, nearest
+from jaxllm.errors import ConfigError, did_you_mean, nearest, shown
 from jaxllm.predictors.lengths import LengthPolicy
 from jaxllm.sched.policies.actions import (
     ActionPolicy,
@@ -347,14 +347,14 @@ class SchedulerPolicy:
                 continue
             if isinstance(policy, type) or not all(hasattr(policy, name) for name in asked):
                 raise ConfigError(
-                    f"{question}={policy!r} does not answer the question: it must be an object that has "
+                    f"{question}={shown(policy)} does not answer the question: it must be an object that has "
                     f"{', '.join(asked)} ({protocol.__module__}.{protocol.__name__}){misspelt(policy, asked)}"
                 )
         patience = self.patience
         if patience is not None and (
             isinstance(patience, bool) or not isinstance(patience, int) or patience < 1
         ):
-            raise ConfigError(f"patience must be None or an integer of at least 1, got {patience!r}")
+            raise ConfigError(f"patience must be None or an integer of at least 1, got {shown(patience)}")
 
     @property
     def may_swap(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jaxllm.errors import ConfigError, UserCodeError, blame, is_outside, shown
+from jaxllm.errors import ConfigError, UserCodeError, blame, is_outside, path_of, shown
 from jaxllm.system.scalars import plain
 from jaxllm.types import Request
 
@@ -87,7 +87,7 @@ def unchanged(who: object, requests: Iterable[Request]) -> Iterator[None]:
         raise blame(who, "plan", error)  # noqa: B904, which chains
     for request, facts in before:
         if _facts(request) != facts:
-            _refuse(who, request, facts)
+            _refuse(path_of(who), request, facts)
 
 
 class _Watched:
@@ -103,7 +103,7 @@ class _Watched:
         return getattr(self._policy, name)
 
     def __repr__(self) -> str:
-        return repr(self._policy)
+        return path_of(self._policy)
 
 
 def _watch(policy: object, name: str, method: Callable[..., Any], num_asked: int = 0) -> Callable[..., Any]:
@@ -121,7 +121,7 @@ def _watch(policy: object, name: str, method: Callable[..., Any], num_asked: int
             raise blame(policy, name, error, about)  # noqa: B904, which chains
         for request, facts in before:
             if _facts(request) != facts:
-                _refuse(f"{policy}.{name}", request, facts)
+                _refuse(f"{path_of(policy)}.{name}", request, facts)
         # Of a victim policy the scorer of an iteration.
         return _watch(policy, name, answer, num_asked) if callable(answer) else plain(answer)
 
@@ -133,7 +133,7 @@ def _facts(request: Request) -> _Facts:
     return fields, len(fields[-3]), len(fields[-2]), len(fields[-1])
 
 
-def _refuse(who: object, request: Request, facts: _Facts) -> None:
+def _refuse(who: str, request: Request, facts: _Facts) -> None:
     """Put a request back, and say what was changed.
 
     Raises:

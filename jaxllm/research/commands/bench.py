@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.commands.needs import only_with
 from jaxllm.commands.options import (
     add_engine_options,
     check_distinct,
@@ -19,7 +20,7 @@ from jaxllm.commands.options import (
 from jaxllm.commands.words import call_too
 from jaxllm.errors import ConfigError
 from jaxllm.research.commands import bench_serve
-from jaxllm.research.commands.rows import add_of_rows, check_no_rows, too_long_of
+from jaxllm.research.commands.rows import add_of_rows, too_long_of
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     throughput.add_argument("--output", metavar="FILE", help="write the JSON there (default: stdout)")
     add_overwrite(throughput)
     add_engine_options(throughput)
+    only_with(throughput, "trace", options=("clip", "skip", "on_bad"))
     call_too(throughput, num_requests="--num-prompts")
     throughput.set_defaults(run=run_throughput)
     bench_serve.add_measurement(kinds)
@@ -131,7 +133,6 @@ def _workload(args: argparse.Namespace) -> Workload | RecordedWorkload:
     from jaxllm.text.tokenizer import load_tokenizer
 
     if args.trace is None:
-        check_no_rows(args)
         return Workload(
             num_prompts=_NUM_PROMPTS if args.num_prompts is None else args.num_prompts,
             input_len=args.input_len or _LENGTHS,

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.commands.needs import only_with
 from jaxllm.commands.options import check_distinct, note
 from jaxllm.commands.signals import signals_as_interrupts
 from jaxllm.commands.words import call_too
 from jaxllm.errors import ConfigError
-from jaxllm.research.commands.rows import add_of_rows, check_no_rows, too_long_of
+from jaxllm.research.commands.rows import add_of_rows, too_long_of
 from jaxllm.system.options import bound, json_object
 from jaxllm.system.output_files import add_overwrite, check_writable
 
@@ -179,6 +180,11 @@ def add_measurement(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
         group = parser.add_argument_group(title)
         for name, (convert, default, metavar, text) in options.items():
             group.add_argument(f"--{name}", type=convert, default=default, metavar=metavar, help=text)
+    only_with(parser, "trace", options=("clip", "skip", "max_model_len"))
+    only_with(parser, "max_model_len", options=("clip", "skip"))
+    only_with(parser, "trace", "dataset", options=("on_bad",))
+    only_with(parser, "dataset", options=("column", "length_column"))
+    only_with(parser, "sweep", options=("server_args", "start_timeout"))
     call_too(parser, num_requests="--num-prompts")
     parser.set_defaults(run=run)
 
@@ -224,11 +230,6 @@ def _sweep(args: argparse.Namespace) -> Sweep:
 
     if args.sweep and args.base_url is not None:
         raise ConfigError("--sweep starts servers of its own: drop --base-url, or drop --sweep")
-    for name in ("server_args", "start_timeout"):
-        if getattr(args, name) is not None and not args.sweep:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is for the servers that --sweep starts: add --sweep POLICY"
-            )
     return Sweep(
         loads=_loads(args),
         repetitions=args.repetitions,
@@ -317,26 +318,18 @@ def _drawn(args: argparse.Namespace, arrivals: Sequence[Any], tokenizer: Any) ->
 
 def _check_workload(args: argparse.Namespace) -> None:
     """Verify that options do not contradict each other."""
-    if args.trace is None and args.max_model_len is not None:
-        raise ConfigError("--max-model-len is of --trace: leave it out")
-    if (args.clip or args.skip) and args.max_model_len is None:
-        raise ConfigError(f"--{'clip' if args.clip else 'skip'} needs --max-model-len, the most that fits")
     for name in ("arrivals", "input_len", "output_len", "dataset"):
         if args.trace is not None and getattr(args, name) is not None:
             raise ConfigError(
                 f"--trace has arrivals and lengths: drop --{name.replace('_', '-')}, or drop --trace"
             )
-    if args.trace is None and args.dataset is None:
-        check_no_rows(args)
     if args.dataset is None:
-        for name in ("column", "length_column"):
-            if getattr(args, name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} is of --dataset, which is not given")
-    elif args.column is None:
+        return
+    if args.column is None:
         raise ConfigError("--dataset needs --column, the name of the prompts' column")
-    elif args.input_len is not None or args.vocab_size is not None:
+    if args.input_len is not None or args.vocab_size is not None:
         raise ConfigError("--dataset has the prompts: drop --input-len and --vocab-size")
-    elif args.tokenizer is None and args.length_column is None:
+    if args.tokenizer is None and args.length_column is None:
         raise ConfigError(
             "--dataset needs --tokenizer, which counts prompts' tokens, or --length-column, which says them"
         )

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxllm.commands.needs import alone, only_with
 from jaxllm.commands.options import API_KEYS_VARIABLE, note
 from jaxllm.errors import ConfigError, reason
 from jaxllm.models.config import read_hf_config
@@ -97,6 +98,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--from-json", type=Path, metavar="FILE.json", help="show earlier results, run nothing"
     )
     add_overwrite(parser)
+    only_with(parser, "install", options=("pip",))
+    only_with(parser, "server", options=("server_token_ids",))
+    of_install = ("install", "environments", "pip")
+    alone(parser, "from_json", but=("plot", "overwrite", "max_disagreement", *of_install))
     parser.set_defaults(run=run)
 
 
@@ -197,12 +202,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_results(path: Path) -> dict[str, Any]:
+    expected = "must be what `jaxllm compare --out FILE.json` wrote"
     try:
-        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        _ = results["rows"], results["hardware"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--from-json {str(path)!r} {expected}: {reason(error)}") from error
+    if not isinstance(results, dict):
+        raise ConfigError(f"--from-json {str(path)!r} {expected}, and holds a {type(results).__name__}")
+    try:
+        report.table(results)
+        report.disagreement(results["rows"])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        found = ", ".join(map(repr, list(results)[:8])) or "nothing"
         raise ConfigError(
-            f"--from-json {str(path)!r} holds no results of `jaxllm compare`: {reason(error)}"
+            f"--from-json {str(path)!r} {expected}, and holds {found}, but not all that it writes "
+            f"({type(error).__name__}: {error})"
         ) from error
     return results
 

@@ -79,6 +79,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(path: str) -> Ledger:
     ledger = read_ledger(path)
+    if not any((ledger.header, ledger.steps, ledger.preemptions, ledger.verifications, ledger.cut_line)):
+        raise ConfigError(
+            f"{path} holds no records of a ledger: name the file that a run wrote, such as "
+            "`jaxllm generate --ledger FILE`"
+        )
+    if not ledger.steps:
+        note(f"{path} has no steps: its run computed nothing, or ended before its first step was written")
     if ledger.cut_line is not None:
         note(
             f"{path}, line {ledger.cut_line}, the last, is cut off: its run was killed, or goes on; what is "

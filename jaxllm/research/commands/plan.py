@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.commands.needs import not_with, only_with
 from jaxllm.commands.options import check_distinct, note
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.predictors.base import WEIGHT_FORMATS
@@ -65,7 +66,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize-lm-head",
         action=argparse.BooleanOptionalAction,
-        default=True,
         help="with --quantization the output head, too (default: yes)",
     )
     parser.add_argument(
@@ -125,7 +125,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what --crossover tells")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan there")
     add_overwrite(parser)
-    unused = {name: parser.get_default(name) for name in (*_OF_PROGRAMS, *_OF_SPEEDS, *_OF_BOTH)}
+    only_with(parser, "quantization", options=("quantize_lm_head",))
+    only_with(parser, "crossover", options=("plot",))
+    not_with(parser, "no_compile", _OF_PROGRAMS)
+    not_with(parser, "crossover", (*_OF_PROGRAMS, *_OF_SPEEDS, *_OF_BOTH))
+    unused = {name: parser.get_default(name) for name in _ON_GPUS}
     parser.set_defaults(run=run, unless_given=unused)
 
 
@@ -163,13 +167,6 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    unused: tuple[str, ...] = _OF_PROGRAMS if args.no_compile else ()
-    if args.crossover:
-        unused = (*_OF_PROGRAMS, *_OF_SPEEDS, *_OF_BOTH)
-    for name in unused:
-        if getattr(args, name) != args.unless_given[name]:
-            other = "--crossover" if args.crossover else "--no-compile"
-            raise ConfigError(f"--{name.replace('_', '-')} means nothing with {other}; leave it out")
     _numbers_of("--lengths", _LENGTHS if args.lengths is None else args.lengths, 2)
     args.clients = [one[0] for one in _numbers_of("--concurrency", args.concurrency, 1)]
     if max(args.clients) > _MOST_CLIENTS:
@@ -183,8 +180,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--within {min(unknown)!r} is unknown; choose from {', '.join(BOUNDS)}")
     if len(args.bounds) < len(args.within):
         raise ConfigError("--within has two bounds of one name: drop one of them")
-    if args.plot is not None and not args.crossover:
-        raise ConfigError("--plot draws what --crossover tells: pass both")
     check_picture(args.plot)
     written = {
         name: path for name, path in (("--json", args.json), ("--plot", args.plot)) if path is not None
@@ -236,7 +231,7 @@ def _model(args: argparse.Namespace) -> Read:
 def _formats(args: argparse.Namespace) -> Formats:
     from jaxllm.research.shapes import Formats
 
-    return Formats(args.quantization, args.quantize_lm_head, args.kv_cache_dtype)
+    return Formats(args.quantization, args.quantize_lm_head is not False, args.kv_cache_dtype)
 
 
 def _compiled(args: argparse.Namespace, model: Read) -> dict[str, Any]:

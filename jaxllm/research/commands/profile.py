@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jaxllm.commands.needs import alone, only_with
 from jaxllm.commands.options import (
     add_engine_options,
     check_distinct,
@@ -82,6 +83,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="of --fit: also write what was found there")
     add_engine_options(parser)
+    only_with(parser, "fit", options=("json",))
+    alone(parser, "fit", but=("json", "overwrite", "seed"))
     parser.set_defaults(run=run)
 
 
@@ -89,8 +92,6 @@ def run(args: argparse.Namespace) -> int:
     """Measure, fit, print, store; returns the exit code."""
     if args.fit is not None:
         return _fit(args)
-    if args.json is not None:
-        raise ConfigError("--json is of --fit; measurements are written by --samples")
     return _measure(args)
 
 
@@ -99,9 +100,6 @@ def _fit(args: argparse.Namespace) -> int:
     from jaxllm.research.bench.results import command_line
     from jaxllm.research.iterations import describe, fit_iterations, load_iterations, num_too_few
 
-    given = {"samples": args.samples, "with_samples": args.with_samples, "output_dir": args.output_dir}
-    for name in [*engine_settings(args), *(name for name, value in given.items() if value)]:
-        raise ConfigError(f"--{name.replace('_', '-')} means nothing with --fit, which measures nothing")
     check_distinct({"--fit": str(args.fit), "--json": args.json and str(args.json)})
     check_writable({"--json": args.json}, overwrite=args.overwrite)
     samples = load_iterations(args.fit)

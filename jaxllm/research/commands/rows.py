@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any, Literal
 
-from jaxllm.errors import ConfigError
-
 
 def add_of_rows(parser: Any) -> None:
     """Add `--clip`, `--skip` and `--on-bad` to a parser or a group."""
@@ -28,15 +26,3 @@ def add_on_bad(parser: Any) -> None:
 def too_long_of(args: argparse.Namespace) -> Literal["raise", "clip", "skip"]:
     """What `--clip` and `--skip` say, as `jaxllm.research.workloads.fit_trace` takes it."""
     return "clip" if args.clip else "skip" if args.skip else "raise"
-
-
-def check_no_rows(args: argparse.Namespace) -> None:
-    """Refuse these options where no file is read.
-
-    Raises:
-        ConfigError: one was given.
-    """
-    given = {"--clip": args.clip, "--skip": args.skip, "--on-bad": args.on_bad}
-    for flag, value in given.items():
-        if value:
-            raise ConfigError(f"{flag} is of --trace: leave it out")

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jaxllm.commands.needs import only_with
 from jaxllm.commands.options import check_distinct
 from jaxllm.commands.words import call_too
 from jaxllm.errors import ConfigError
@@ -77,6 +78,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_overwrite(parser)
     names = {name: flag(option) for option, name in _NAMES.items()}
     call_too(parser, **names, num_clients="--closed", num_requests="--num-prompts")
+    only_with(parser, "trace", options=("time_unit", "hash_block_len", "benchmark"))
+    only_with(parser, "trace", "dataset", options=("tokenizer", "on_bad"))
+    only_with(parser, "dataset", options=("column",))
+    only_with(parser, "quantization", options=("quantize_lm_head",))
     parser.set_defaults(run=run)
 
 
@@ -206,8 +211,6 @@ def _drawn(args: argparse.Namespace) -> dict[str, Any]:
     if args.input_len is not None:
         if args.dataset is not None:
             raise ConfigError("--input-len and --dataset both say how long prompts are: drop one")
-        if args.column is not None or args.tokenizer is not None:
-            raise ConfigError("--column and --tokenizer are of a file, and --input-len names none: drop them")
         found["dataset"] = UniformLengths(shortest=args.input_len[0], longest=args.input_len[1])
     elif args.dataset is not None and args.dataset not in DATASETS:
         if args.column is None or args.tokenizer is None:
@@ -218,12 +221,11 @@ def _drawn(args: argparse.Namespace) -> dict[str, Any]:
         found["dataset"] = load_dataset_file(
             args.dataset, args.column, load_tokenizer(args.tokenizer), on_bad=args.on_bad or "raise"
         )
-    elif args.column is not None or args.tokenizer is not None:
+    elif any(value is not None for value in (args.column, args.tokenizer, args.on_bad)):
         raise ConfigError(
-            "--column and --tokenizer are of --dataset FILE, the latter also of --trace: drop them"
+            f"--column, --tokenizer and --on-bad are of a --dataset that is a file, and {args.dataset} is "
+            "drawn: drop them"
         )
-    elif args.on_bad is not None:
-        raise ConfigError("--on-bad is of a file's rows: drop it, or name a --trace")
     if args.output_len is not None:
         found["output_len"] = UniformLengths(shortest=args.output_len[0], longest=args.output_len[1])
     return found

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from jaxllm.errors import ConfigError, shown
 from jaxllm.research.workloads import (
+    DATASETS,
     AllAtOnce,
     ArrivalProcess,
     ClosedLoop,
@@ -67,7 +68,9 @@ class Load:
                 f"{shown(trace)}"
             )
         if reading and not isinstance(trace, str | os.PathLike):
-            raise ConfigError(f"{', '.join(reading)}: there is no file to read; leave it out")
+            raise ConfigError(
+                f"{', '.join(reading)}: of a trace's file, and trace names none; name one, or leave it out"
+            )
         if self._trace is not None and num_prompts is not None:
             self._trace = self._trace.head(num_prompts)
 
@@ -94,6 +97,15 @@ class Load:
             how = f", arrivals {self._arrivals}"
         drawn = "; each seed draws its requests with replacement" if self._is_resampled else ""
         return f"{len(trace):,} requests of {trace.name}{how}{drawn}"
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens that a request which is drawn may have at most; None where that is not said."""
+        prompts = DATASETS.get(self._dataset) if isinstance(self._dataset, str) else self._dataset
+        bounds = [getattr(lengths, "longest", None) for lengths in (prompts, self._outputs)]
+        if self._trace is not None or not all(isinstance(bound, int) for bound in bounds):
+            return None
+        return sum(bounds)  # type: ignore[arg-type]
 
     @property
     def _is_stretched(self) -> bool:

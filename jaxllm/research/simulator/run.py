@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -19,6 +22,7 @@ from jaxllm.research.simulator.executor import SimulatedExecutor
 from jaxllm.research.simulator.files import SimulatedFiles
 from jaxllm.research.simulator.truth import Residuals
 from jaxllm.research.workloads import Feed, Trace
+from jaxllm.research.workloads.checks import check_number
 from jaxllm.research.workloads.result import RunResult
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
@@ -29,16 +33,45 @@ from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import Request
 
 _VOCAB_SIZE = 2**31 - 1
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_PARTS: Mapping[str, type] = {
+    "residuals": Residuals,
+    "ledger": Ledger,
+    "calibration": OnlineCalibration,
+    "scheduler": Scheduler,
+    "files": SimulatedFiles,
+    "drafts": SimulatedDrafts,
+}
 _SAMPLING_PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)
 
 
+def _said(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that says what to pass where arguments are missing, or are none of its own."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **named: _P.kwargs) -> _R:
+        try:
+            signature.bind(*args, **named)
+        except TypeError as error:
+            raise ConfigError(
+                f"{function.__module__}.{function.__name__}: {error}; pass a Trace, a SchedulerConfig, a "
+                "policy and a CostModel; jaxllm.research.simulate makes these of a model, a device and a load"
+            ) from None
+        return function(*args, **named)
+
+    return call
+
+
+@_said
 def simulate(
     trace: Trace,
     config: SchedulerConfig,
     policy: SchedulingPolicy | str,
     costs: CostModel,
     *,
-    overlap_swaps: bool,
+    overlap_swaps: bool = True,
     residuals: Residuals | None = None,
     ledger: Ledger | None = None,
     calibration: OnlineCalibration | None = None,
@@ -61,7 +94,7 @@ def simulate(
         config: limits of the scheduler.
         policy: its decisions; a name is what `make_preset` makes of it and `costs`.
         costs: the truth, which `policy` should know only through predictors of its own.
-        overlap_swaps: see `SimulatedExecutor`.
+        overlap_swaps: whether copies run beside computation, or stop it; see `SimulatedExecutor`.
         residuals: the noise of the truth; None for none.
         ledger: collects the decisions; it begins with a header if it has none.
         calibration: predictions to correct by what steps and copies take, as the engine does; None corrects
@@ -83,7 +116,10 @@ def simulate(
         RequestTooLargeError: a request of the trace can never fit.
         ConfigError: an argument is of the wrong kind, or there is no such preset.
     """
-    _check(trace, config)
+    _check(trace, config, overlap_swaps, async_scheduling)
+    parts = {"residuals": residuals, "ledger": ledger, "calibration": calibration, "scheduler": scheduler}
+    _check_parts({**parts, "files": files, "drafts": drafts})
+    _check_of_requests(len(trace), priorities=priorities, deadlines=deadlines)
     if ledger is not None and ledger.header is None:
         settings = {
             "num_requests": len(trace),
@@ -109,7 +145,7 @@ def simulate(
     )
     drafting = None
     if drafts is not None:
-        drafting = drafts.make(config, costs, draft_costs, lambda: executor.now)
+        drafting = drafts.make(config, costs, draft_costs and checked(draft_costs), lambda: executor.now)
         executor.drafting = drafting
     if scheduler is None:
         speculation = None if drafting is None else drafting.speculation
@@ -221,7 +257,7 @@ def simulate(
     )
 
 
-def _check(trace: object, config: object) -> None:
+def _check(trace: object, config: object, *are_boolean: object) -> None:
     if not isinstance(trace, Trace):
         raise ConfigError(
             f"trace must be a Trace (jaxllm.research.workloads: make_trace draws one, load_trace reads one), "
@@ -232,6 +268,30 @@ def _check(trace: object, config: object) -> None:
             f"config must be a SchedulerConfig (jaxllm.sched.config), got {shown(config)}; "
             "jaxllm.research.simulate makes one for a model and a device"
         )
+    for value in are_boolean:
+        if not isinstance(value, bool):
+            raise ConfigError(f"overlap_swaps and async_scheduling must be True or False, got {shown(value)}")
+
+
+def _check_parts(given: Mapping[str, object]) -> None:
+    """Verify what may be None, or is of one class each."""
+    for name, value in given.items():
+        kind = _PARTS[name]
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(
+                f"{name}={shown(value)} must be None, or a value of {kind.__module__}.{kind.__name__}"
+            )
+
+
+def _check_of_requests(count: int, **given: object) -> None:
+    """Verify what has a number for each request, or is None."""
+    for name, values in given.items():
+        if values is None:
+            continue
+        if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str) or len(values) != count:
+            raise ConfigError(f"{name}={shown(values)} must have a number for each of the {count} requests")
+        for value in values:
+            check_number(f"one of {name}", value, -math.inf, math.inf)
 
 
 def _request(

@@ -9,7 +9,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import numpy as np
 
@@ -372,6 +372,7 @@ def simulate(
     )
     numbers = _seeds(seeds)
     limit, limit_name = _limit(system, max_model_len)
+    _check_too_long(too_long, load.longest, limit, limit_name)
     traces = [fit_trace(drawn, limit, too_long, limit_name=limit_name) for drawn in load.draws(numbers)]
     caches = traces[0].shares_prefixes if enable_prefix_caching is None else enable_prefix_caching
     config = SchedulerConfig(
@@ -456,6 +457,20 @@ def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
     check_integer("seeds", seeds, 1, _MAX_SEEDS)
     assert isinstance(seeds, int)
     return tuple(range(seeds))
+
+
+def _check_too_long(too_long: str, longest: int | None, limit: int, limit_name: str) -> None:
+    """Refuse to clip or skip of what is drawn, and cannot be too long.
+
+    Raises:
+        ConfigError: likewise.
+    """
+    check_choice("too_long", too_long, get_args(TooLong))
+    if too_long != "raise" and longest is not None and longest <= limit:
+        raise ConfigError(
+            f"too_long='{too_long}' (--{too_long}) does nothing: what is drawn has at most {longest} tokens, "
+            f"prompt and output together, and {limit_name} is {limit}; leave it out, or name a trace"
+        )
 
 
 def _limit(system: System, asked: int | None) -> tuple[int, str]:

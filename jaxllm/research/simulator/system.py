@@ -169,7 +169,7 @@ def _profile(costs: Any) -> Profile | None:
         return Profile.load(costs)
     if not all(hasattr(costs, name) for name in ("step_seconds", "swap_out_seconds", "swap_in_seconds")):
         raise ConfigError(
-            f"costs={costs!r} must be 'silicon', 'roofline', the path of a profile, or a CostModel "
+            f"costs={shown(costs)} must be 'silicon', 'roofline', the path of a profile, or a CostModel "
             "(jaxllm.predictors.base)"
         )
     return None

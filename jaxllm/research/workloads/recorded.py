@@ -182,8 +182,8 @@ def _check_form(file: Path, form: Form, **options: Any) -> None:
         forms = _FORMS_OF[name]
         if form not in forms and value not in (None, _HASH_BLOCK_LEN):
             raise ConfigError(
-                f"{name}={value!r} is of form {' or '.join(forms)}, and {file} is of form {form}: leave it "
-                "out"
+                f"{name}={value!r} is for a trace of form {' or '.join(forms)}, and {file} is of form "
+                f"{form}: leave it out, or name another trace"
             )
 
 
@@ -368,7 +368,10 @@ def _guidellm_rows(file: Path, content: Any, which: int | None) -> Iterator[tupl
             f"{file}: has {len(benchmarks)} benchmarks, and one is a trace, such as "
             "load_trace(file, benchmark=0).save(FILE) makes"
         ).or_else(benchmark=": pass benchmark= (--benchmark), from 0")
-    which = check_integer("benchmark", which or 0, 0, len(benchmarks) - 1)
+    which = check_integer("benchmark", which or 0, 0, MAX_REQUESTS)
+    if which >= len(benchmarks):
+        last = len(benchmarks) - 1
+        raise ConfigError(f"benchmark={which}: {file} has {last + 1} of them; name one from 0 to {last}")
     requests = benchmarks[which].get("requests") if isinstance(benchmarks[which], Mapping) else None
     rows = requests.get("successful") if isinstance(requests, Mapping) else None
     if not isinstance(rows, list):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, shown
 from jaxllm.research.workloads.arrivals import AllAtOnce, ArrivalProcess, ClosedLoop
 from jaxllm.research.workloads.checks import MAX_LEN, MAX_REQUESTS, check_choice, check_integer
 from jaxllm.research.workloads.datasets import PromptDataset
@@ -58,7 +58,7 @@ def make_trace(
         check_choice("outputs", outputs, ("max", "uniform"))
     if isinstance(arrivals, type) or not hasattr(arrivals, "times"):
         raise ConfigError(
-            f"arrivals={arrivals!r} is no arrival process; use AllAtOnce(), ClosedLoop(clients), ..."
+            f"arrivals={shown(arrivals)} is no arrival process; use AllAtOnce(), ClosedLoop(clients), ..."
         )
     rng = generator(seed, Stream.PROMPTS)
     token_ids = texts = None

@@ -184,7 +184,13 @@ class Trace:
         Raises:
             ConfigError: there are not as many, or fewer than one is asked for.
         """
-        return self.take(np.arange(check_integer("num_requests", num_requests, 1, len(self))))
+        num_requests = check_integer("num_requests", num_requests, 1, MAX_REQUESTS)
+        if num_requests > len(self):
+            raise ConfigError(
+                f"num_requests={num_requests}: trace {self.name!r} has {len(self)} requests; ask for as "
+                "many at most, or leave it out for all of them"
+            )
+        return self.take(np.arange(num_requests))
 
     def take(self, indices: npt.NDArray[np.int64]) -> Trace:
         """The requests at `indices`, ascending, with their arrival times and lengths.

@@ -12,10 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import ConfigError
+from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.published_shapes import MODEL_SHAPES
+from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.research.bench.serving.measure import Load, Measured, measure
 from jaxllm.research.bench.serving.server_process import running_server
 from jaxllm.research.bench.serving.workload import with_new_prompts
-from jaxllm.sched.presets import check_word
+from jaxllm.sched.presets import make_preset
 from jaxllm.system import hardware
 
 _SERVER_DEFAULTS = ("--warm-up=all", "--no-log-requests", "--shutdown-timeout=5")
@@ -51,8 +54,9 @@ class Sweep:
             raise ConfigError(f"repetitions={self.repetitions} must be at least 1")
         if not 0 < self.start_timeout < float("inf"):
             raise ConfigError(f"start_timeout={self.start_timeout:g} must be seconds above 0")
+        any_costs = RooflineCostModel(MODEL_SHAPES["llama-3-8b"], device_spec("a100"))
         for name in self.policies:
-            check_word(name)
+            make_preset(name, any_costs)  # which a server would refuse only once it has its model
         if len(set(self.policies)) < len(self.policies):
             raise ConfigError(f"a policy is named twice in {','.join(self.policies)}; use repetitions")
         if not self.policies and self.num_runs > 1:
