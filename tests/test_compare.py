@@ -134,7 +134,10 @@ def test_files_of_prompts_that_are_none_are_refused(tmp_path, prompts, max_token
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [(["--timeout", "nan"], "--timeout nan must be"), (["--num-requests", str(10**9)], "must be at most")],
+    [
+        (["--timeout", "nan"], "--timeout nan must be"),
+        (["--num-requests", str(10**9)], "--num-prompts 1000000000 must be at most"),
+    ],
 )
 def test_options_that_never_end_are_refused(tmp_path, capsys, option, message):
     assert main(["compare", str(tmp_path), "short", "--out", str(tmp_path / "o.json"), *option]) == 2

@@ -9,7 +9,7 @@ import pytest
 from server_helpers import serving
 
 from jaxllm.cli.main import main
-from jaxllm.errors import ConfigError, RequestError
+from jaxllm.errors import ConfigError, RequestError, RequestTooLargeError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.research.compare import install as installing
 from jaxllm.research.compare import report
@@ -103,6 +103,12 @@ def test_traces_are_workloads(tmp_path):
     skipped = get_workload(str(path), num_requests=9, vocab_size=300, seed=0, on_bad="skip")
     assert len(skipped.prompts) == 5
     assert workload.prompts[0] == workload.prompts[1]  # the 40 tokens are of the first hash
+    read = {"num_requests": 4, "vocab_size": 300, "seed": 0, "max_len": 44}
+    with pytest.raises(RequestTooLargeError, match=r"request 2 of trace 'trace' .* \(--clip\)"):
+        get_workload(str(path), **read)
+    clipped = get_workload(str(path), **read, too_long="clip", time_unit="s", hash_block_len=40)
+    assert [len(prompt) for prompt in clipped.prompts] == [40, 40, 39, 38]
+    assert clipped.arrivals == [0.0, 500.0, 1000.0, 1500.0]
 
 
 def test_waiting_is_summarised():

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from test_datasets import WordTokenizer
 from test_trace_csv import AZURE, BURSTGPT
 
+from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError, RequestError, RequestTooLargeError
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.research import simulate
 from jaxllm.research.workloads import Trace, fit_trace, load_trace, make_conversations
 from jaxllm.research.workloads.lengths import UniformLengths
@@ -529,3 +531,28 @@ def test_a_smaller_cache_finds_what_an_lru_does(tmp_path, num_blocks):
     expected = lru_share(path, num_blocks)
     assert expected < ideal_share(path)
     assert simulated_share(path, num_blocks) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("command", ["simulate", "bench throughput", "bench serve", "compare"])
+def test_commands_read_a_trace_by_the_same_options(command, tmp_path, capsys):
+    """Each is of a trace; what it is said of is what the file holds."""
+    path = write_json(tmp_path / "two.json", guidellm(3, 1))
+    model = str(demo_model_path())
+    with_trace = {
+        "simulate": ["--trace", str(path), "--gpu-blocks=64"],
+        "bench throughput": ["--trace", str(path), "--model", model],
+        "bench serve": ["--trace", str(path)],
+        "compare": [model, str(path)],
+    }[command]
+    without = [model, "short"] if command == "compare" else []
+    words = command.split()
+    assert main([*words, *with_trace]) == 2
+    assert "has 2 benchmarks" in (error := capsys.readouterr().err)
+    assert "pass --benchmark" in error
+    assert main([*words, *with_trace, "--benchmark=7"]) == 2
+    assert "has 2 of them; name one from 0 to 1" in capsys.readouterr().err
+    assert main([*words, *with_trace, "--benchmark=1", "--time-unit=ms"]) == 2
+    assert "time_unit" in capsys.readouterr().err.replace("--time-unit", "time_unit")
+    for option in ("--benchmark=1", "--time-unit=ms", "--hash-block-len=16", "--on-bad=skip"):
+        assert main([*words, *without, option]) == 2
+        assert option.partition("=")[0] in capsys.readouterr().err

@@ -20,7 +20,7 @@ from jaxllm.commands.options import (
 from jaxllm.commands.words import call_too
 from jaxllm.errors import ConfigError
 from jaxllm.research.commands import bench_serve
-from jaxllm.research.commands.rows import add_of_rows, too_long_of
+from jaxllm.research.commands.rows import add_of_traces, reading_of, too_long_of
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="prompts and lengths of a recorded trace, as `jaxllm simulate` takes it",
     )
-    add_of_rows(throughput)
+    add_of_traces(throughput, throughput, "trace")
     throughput.add_argument(
         "--num-prompts", type=int, metavar="N", help=f"default: {_NUM_PROMPTS}, or all of --trace"
     )
@@ -79,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     throughput.add_argument("--output", metavar="FILE", help="write the JSON there (default: stdout)")
     add_overwrite(throughput)
     add_engine_options(throughput)
-    only_with(throughput, "trace", options=("clip", "skip", "on_bad"))
+    only_with(throughput, "trace", options=("clip", "skip"))
     call_too(throughput, num_requests="--num-prompts")
     throughput.set_defaults(run=run_throughput)
     bench_serve.add_measurement(kinds)
@@ -144,7 +144,7 @@ def _workload(args: argparse.Namespace) -> Workload | RecordedWorkload:
             raise ConfigError(f"--trace has lengths: drop --{name.replace('_', '-')}, or drop --trace")
     named = engine_settings(args).get("tokenizer")
     tokenizer = None if named is None else load_tokenizer(named)
-    trace = load_trace(args.trace, tokenizer=tokenizer, seed=args.seed, on_bad=args.on_bad or "raise")
+    trace = load_trace(args.trace, tokenizer=tokenizer, seed=args.seed, **reading_of(args))
     return RecordedWorkload(trace if args.num_prompts is None else trace.head(args.num_prompts))
 
 

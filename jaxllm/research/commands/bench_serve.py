@@ -17,7 +17,7 @@ from jaxllm.commands.options import check_distinct, note
 from jaxllm.commands.signals import signals_as_interrupts
 from jaxllm.commands.words import call_too
 from jaxllm.errors import ConfigError
-from jaxllm.research.commands.rows import add_of_rows, too_long_of
+from jaxllm.research.commands.rows import add_of_traces, reading_of, too_long_of
 from jaxllm.system.options import bound, json_object
 from jaxllm.system.output_files import add_overwrite, check_writable
 
@@ -159,7 +159,6 @@ def add_measurement(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="make outputs as long as they may be (default: on, but for --dataset)",
     )
     add_overwrite(parser)
-    add_of_rows(parser)
     parser.add_argument(
         "--goodput",
         nargs="+",
@@ -180,9 +179,9 @@ def add_measurement(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
         group = parser.add_argument_group(title)
         for name, (convert, default, metavar, text) in options.items():
             group.add_argument(f"--{name}", type=convert, default=default, metavar=metavar, help=text)
+    add_of_traces(parser, parser, "trace", "dataset")
     only_with(parser, "trace", options=("clip", "skip", "max_model_len"))
     only_with(parser, "max_model_len", options=("clip", "skip"))
-    only_with(parser, "trace", "dataset", options=("on_bad",))
     only_with(parser, "dataset", options=("column", "length_column"))
     only_with(parser, "sweep", options=("server_args", "start_timeout"))
     call_too(parser, num_requests="--num-prompts")
@@ -283,7 +282,7 @@ def _loads(args: argparse.Namespace) -> dict[str, Load]:
             seed=args.seed,
             max_len=args.max_model_len,
             too_long=too_long_of(args),
-            on_bad=args.on_bad or "raise",
+            **reading_of(args),
         )
         trace = trace if args.num_prompts is None else trace.head(args.num_prompts)
         return {Path(args.trace).name: Load(trace=trace, arrivals=None, **common)}

@@ -18,7 +18,7 @@ from jaxllm.commands.options import API_KEYS_VARIABLE, note
 from jaxllm.errors import ConfigError, reason
 from jaxllm.models.config import read_hf_config
 from jaxllm.research.bench.results import command_line, write_json
-from jaxllm.research.commands.rows import add_on_bad
+from jaxllm.research.commands.rows import add_of_traces, reading_of, too_long_of
 from jaxllm.research.compare import report
 from jaxllm.research.compare.backends import BACKENDS, get_backends, interpreters
 from jaxllm.research.compare.install import RECIPES, install
@@ -33,7 +33,7 @@ from jaxllm.research.compare.workloads import (
 )
 from jaxllm.research.figures import check_picture
 from jaxllm.system.cache_folder import cache_folder
-from jaxllm.system.options import json_object
+from jaxllm.system.options import flag, json_object
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 MAX_MODEL_LEN = 1024
@@ -42,7 +42,7 @@ MAX_DISAGREEMENT = 0.05
 _EXIT_DIFFERENT = 1
 _SIZES = ("vocab_size", "num_attention_heads", "hidden_size", "num_hidden_layers")
 _MOST_REQUESTS = 10**6
-_POSITIVE = ("repetitions", "threads", "num_requests", "max_num_seqs", "max_num_batched_tokens")
+_POSITIVE = ("repetitions", "threads", "num_prompts", "max_num_seqs", "max_num_batched_tokens")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +90,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--pip", default="", metavar="ARGUMENTS", help="of each pip install, such as an index of torch builds"
     )
     _add_measuring(parser.add_argument_group("how it is measured"))
+    of_traces = parser.add_argument_group("how traces are read")
+    add_of_traces(parser, of_traces, None)
+    of_traces.add_argument("--tokenizer", metavar="DIR", help="makes tokens of a workload's text")
     of_result = parser.add_argument_group("result")
     of_result.add_argument("--save-workload", type=Path, metavar="FILE.json", help="write what was sent")
     of_result.add_argument("--out", type=Path, metavar="FILE.json", help="written anew after each repetition")
@@ -112,10 +115,17 @@ def _add_measuring(group: argparse._ArgumentGroup) -> None:
         ("max-num-seqs", 64, "requests that run at once"),
         ("max-num-batched-tokens", 512, "in a step of jaxllm or transformers-cb"),
         ("seed", 0, "of what is drawn"),
-        ("num-requests", 64, "of a named workload, and the most of a trace"),
     )
     for name, default, text in whole:
         group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (%(default)s)")
+    group.add_argument(
+        "--num-prompts",
+        "--num-requests",
+        type=int,
+        default=64,
+        metavar="N",
+        help="of a named workload, and the most of a trace (%(default)s)",
+    )
     group.add_argument(
         "--rate",
         type=float,
@@ -148,8 +158,6 @@ def _add_measuring(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="MODEL needs a config.json only; each framework draws weights, and tokens are not compared",
     )
-    add_on_bad(group)
-    group.add_argument("--tokenizer", metavar="DIR", help="makes tokens of a workload's text")
     group.add_argument(
         "--static-batch-sizes", default="64,32,16,8", metavar="N,...", help="to try for transformers"
     )
@@ -234,8 +242,8 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{name}={getattr(args, name)} must be at least 1")
     if not 0 < args.timeout < math.inf:
         raise ConfigError(f"timeout={args.timeout} must be seconds, above 0")
-    if args.num_requests > _MOST_REQUESTS:
-        raise ConfigError(f"num_requests={args.num_requests} must be at most {_MOST_REQUESTS}")
+    if args.num_prompts > _MOST_REQUESTS:
+        raise ConfigError(f"num_prompts={args.num_prompts} must be at most {_MOST_REQUESTS}")
     for name in _POSITIVE:
         if getattr(args, name) < 1:
             raise ConfigError(f"{name}={getattr(args, name)} must be at least 1")
@@ -300,16 +308,21 @@ def measure(args: argparse.Namespace, environments: Path, command: str) -> Itera
 
 def _workloads(args: argparse.Namespace, config: Mapping[str, Any]) -> list[Workload]:
     names = args.workload.split(",")
-    if args.on_bad is not None and all(name in PROMPT_LENGTHS for name in names):
-        raise ConfigError("--on-bad is of a trace's rows: leave it out, or name a trace as the workload")
+    too_long, reading = too_long_of(args), reading_of(args)
+    of_traces = [*reading, *([too_long] if too_long != "raise" else [])]
+    if of_traces and all(name in PROMPT_LENGTHS for name in names):
+        raise ConfigError(f"{flag(of_traces[0])} is of traces: leave it out, or name one as the workload")
+    positions = config.get("max_position_embeddings", MAX_MODEL_LEN)
     workloads = [
         get_workload(
             name,
-            num_requests=args.num_requests,
+            num_requests=args.num_prompts,
             vocab_size=config["vocab_size"],
             seed=args.seed,
             tokenizer=args.tokenizer,
-            on_bad=args.on_bad or "raise",
+            max_len=positions,
+            too_long=too_long,
+            **reading,
         )
         for name in names
     ]
@@ -359,8 +372,7 @@ def make_job(args: argparse.Namespace, config: Mapping[str, Any], *workloads: Wo
             place = workload.lengths().index(workload.longest)
             raise ConfigError(
                 f"workload {workload.name!r}: request {place} has {workload.longest} tokens, and the model "
-                f"ends at {positions}: take another model, or a trace without such requests "
-                "(jaxllm.research.workloads.fit_trace(trace, N, 'clip' or 'skip').save(FILE))"
+                f"ends at {positions}: take another model, or other prompts"
             )
     heads = config["num_attention_heads"]
     row = config.get("num_key_value_heads", heads) * config.get("head_dim", config["hidden_size"] // heads)

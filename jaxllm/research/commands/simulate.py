@@ -13,7 +13,7 @@ from jaxllm.commands.options import check_distinct
 from jaxllm.commands.words import call_too
 from jaxllm.errors import ConfigError
 from jaxllm.research.commands.bench_serve import length_range
-from jaxllm.research.commands.rows import add_of_rows, too_long_of
+from jaxllm.research.commands.rows import add_of_traces, reading_of, too_long_of
 from jaxllm.system.options import flag, json_object
 from jaxllm.system.output_files import add_overwrite, check_writable
 
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     of_load = parser.add_argument_group("load")
     for name, convert, metavar, text in _LOAD:
         of_load.add_argument(f"--{name}", type=convert, metavar=metavar, help=text)
-    add_of_rows(of_load)
+    add_of_traces(parser, of_load, "trace", "dataset")
     of_system = parser.add_argument_group("device")
     for name, convert, metavar, text in _SYSTEM:
         of_system.add_argument(f"--{name}", type=convert, metavar=metavar, help=text)
@@ -78,8 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_overwrite(parser)
     names = {name: flag(option) for option, name in _NAMES.items()}
     call_too(parser, **names, num_clients="--closed", num_requests="--num-prompts")
-    only_with(parser, "trace", options=("time_unit", "hash_block_len", "benchmark"))
-    only_with(parser, "trace", "dataset", options=("tokenizer", "on_bad"))
+    only_with(parser, "trace", "dataset", options=("tokenizer",))
     only_with(parser, "dataset", options=("column",))
     only_with(parser, "quantization", options=("quantize_lm_head",))
     parser.set_defaults(run=run)
@@ -88,9 +87,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 _LOAD: tuple[tuple[str, Any, str, str], ...] = (
     ("trace", Path, "FILE", "requests: see docs/howto/simulate.md for the forms (default: drawn)"),
     ("tokenizer", str, "DIR", "counts the tokens of a --trace of text, or of --dataset"),
-    ("time-unit", str, "UNIT", "of timestamps in --trace: s or ms (default: ms beside hash_ids, else s)"),
-    ("hash-block-len", int, "N", "tokens that one of hash_ids stands for (default: 512)"),
-    ("benchmark", int, "N", "which of guidellm's benchmarks, from 0"),
     ("num-prompts", int, "N", "requests (default: 1000, or all of --trace)"),
     ("dataset", str, "NAME", "prompts to draw: chatbot, alpaca or summary, or a file (default: chatbot)"),
     ("column", str, "NAME", "the prompts' column in the file --dataset"),
@@ -151,9 +147,6 @@ _NAMES = {
 _AS_THEY_ARE = (
     *(
         "trace",
-        "time_unit",
-        "hash_block_len",
-        "benchmark",
         "num_prompts",
         "arrivals",
         "rate",
@@ -196,7 +189,7 @@ def _read(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("dataset", "column", "input_len", "output_len"):
         if getattr(args, name) is not None:
             raise ConfigError(f"--trace has lengths: drop --{name.replace('_', '-')}, or drop --trace")
-    found: dict[str, Any] = {} if args.on_bad is None else {"on_bad": args.on_bad}
+    found = reading_of(args)
     if args.tokenizer is not None:
         found["tokenizer"] = load_tokenizer(args.tokenizer)
     return found

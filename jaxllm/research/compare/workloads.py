@@ -6,11 +6,12 @@ import dataclasses
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from jaxllm.errors import ConfigError, shown
+from jaxllm.research.workloads.fitting import TooLong
 from jaxllm.system.json_text import parse
 
 MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS = 16, 256
@@ -114,7 +115,9 @@ def get_workload(
     vocab_size: int,
     seed: int,
     tokenizer: str | None = None,
-    on_bad: Literal["raise", "skip"] = "raise",
+    max_len: int | None = None,
+    too_long: TooLong = "raise",
+    **reading: Any,
 ) -> Workload:
     """A named workload, or the one in a file.
 
@@ -125,10 +128,13 @@ def get_workload(
         vocab_size: of the model.
         seed: of what is drawn.
         tokenizer: a folder with one, for prompts of text.
-        on_bad: of rows of a trace, as `load_trace` takes it.
+        max_len: most tokens of a request of a trace, prompt and output together.
+        too_long: what becomes of longer ones: see `fit_trace`.
+        reading: further arguments of `load_trace`.
 
     Raises:
         ConfigError: there is no such workload, or it does not fit the model.
+        RequestTooLargeError: a request of a trace is longer than `max_len`.
     """
     if name_or_path in PROMPT_LENGTHS:
         return make_workload(name_or_path, num_requests=num_requests, vocab_size=vocab_size, seed=seed)
@@ -136,9 +142,10 @@ def get_workload(
     if not path.is_file():
         names = ", ".join(PROMPT_LENGTHS)
         raise ConfigError(f"workload {name_or_path!r} is neither a file nor one of {names}")
-    workload = _prompts_of(path, tokenizer) or _of_trace(
-        path, num_requests, vocab_size, seed, tokenizer, on_bad
-    )
+    workload = _prompts_of(path, tokenizer)
+    if workload is None:
+        fits: dict[str, Any] = {"max_len": max_len, "too_long": too_long}
+        workload = _of_trace(path, num_requests, vocab_size, seed, tokenizer, fits | reading)
     largest = max(map(max, workload.prompts))
     if largest >= vocab_size or min(map(min, workload.prompts)) < 0:
         raise ConfigError(f"{name_or_path!r} has token ids outside the model's vocabulary of {vocab_size}")
@@ -174,7 +181,7 @@ def _of_trace(
     vocab_size: int,
     seed: int,
     tokenizer: str | None,
-    on_bad: Literal["raise", "skip"],
+    reading: Mapping[str, Any],
 ) -> Workload:
     """The workload of a recorded trace."""
     from jaxllm.research.workloads import load_trace
@@ -184,7 +191,7 @@ def _of_trace(
         from jaxllm.text.tokenizer import load_tokenizer
 
         loaded = load_tokenizer(Path(tokenizer))
-    trace = load_trace(path, limit=num_requests, seed=seed, tokenizer=loaded, on_bad=on_bad)
+    trace = load_trace(path, limit=num_requests, seed=seed, tokenizer=loaded, **reading)
     prompts = [trace.token_ids(index, vocab_size) for index in range(len(trace))]
     arrivals = [float(time) for time in trace.arrival_times]
     return Workload(

@@ -365,9 +365,9 @@ def _guidellm_rows(file: Path, content: Any, which: int | None) -> Iterator[tupl
         raise ConfigError(f"{file}: must have a list of benchmarks")
     if which is None and len(benchmarks) > 1:
         raise ConfigError(
-            f"{file}: has {len(benchmarks)} benchmarks, and one is a trace, such as "
-            "load_trace(file, benchmark=0).save(FILE) makes"
-        ).or_else(benchmark=": pass benchmark= (--benchmark), from 0")
+            f"{file}: has {len(benchmarks)} benchmarks, and one is a trace: pass benchmark= (--benchmark), "
+            "from 0"
+        )
     which = check_integer("benchmark", which or 0, 0, MAX_REQUESTS)
     if which >= len(benchmarks):
         last = len(benchmarks) - 1
