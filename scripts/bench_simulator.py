@@ -99,13 +99,13 @@ def bars(num_requests: int, preset: str, seed: int) -> dict[str, Any]:
             started = time.perf_counter()
             found = study(
                 model="llama-13b",
-                policies=name,
+                policy=name,
                 num_prompts=PAPER_REQUESTS,
                 output_len=64,
                 closed=CLIENTS,
                 seeds=[seed],
-                num_gpu_blocks=128,
-                num_host_blocks=64,
+                gpu_blocks=128,
+                host_blocks=64,
                 max_num_batched_tokens=2560,
             )
             taken.append(time.perf_counter() - started)
@@ -120,7 +120,7 @@ def bars(num_requests: int, preset: str, seed: int) -> dict[str, Any]:
         gc.collect()
         before, started = rss_bytes(), time.perf_counter()
         arrivals = Poisson(num_requests / DAY_SECONDS)
-        found = study(policies=preset, num_prompts=count, arrivals=arrivals, seeds=[seed], **CHAT)
+        found = study(policy=preset, num_prompts=count, arrivals=arrivals, seeds=[seed], **CHAT)
         result = found.runs[0].result
         rows["a day" if count == num_requests else "a tenth of it"] = {
             "num_requests": count,

@@ -147,7 +147,7 @@ def simulated(batch: int, drafts: dict[str, Any] | None) -> float:
     found = simulate(
         model=_TARGET,
         device=_DEVICE,
-        policies="vllm_v1",
+        policy="vllm_v1",
         dataset=UniformLengths(shortest=_PROMPT, longest=_PROMPT),
         output_len=_OUTPUT,
         num_prompts=max(12, 2 * batch),

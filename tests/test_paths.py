@@ -40,7 +40,7 @@ WAYS = {
     "save_samples": lambda path: save_samples(path, {}, {}),
     "convert from": lambda path: convert_checkpoint(path, "never"),
     "convert to": lambda path: convert_checkpoint(demo_model_path(), path),
-    "simulate costs": lambda path: simulate(costs=path, num_gpu_blocks=64),
+    "simulate costs": lambda path: simulate(costs=path, gpu_blocks=64),
     "simulate trace": simulate,
     "LLM model": LLM,
     "LLM ledger": lambda path: LLM(ledger=path),

@@ -513,7 +513,7 @@ def lru_share(path, capacity):
 
 
 def simulated_share(path, num_blocks):
-    found = simulate(path, policies="vllm_v1", num_gpu_blocks=num_blocks)
+    found = simulate(path, policy="vllm_v1", gpu_blocks=num_blocks)
     return found.runs[0].figures["cached_share"]
 
 

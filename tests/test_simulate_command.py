@@ -1,6 +1,8 @@
 """`jaxllm.research.simulate` and its command: named settings, tables, pictures and errors."""
 
+import argparse
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from scheduler_helpers import LinearCosts
 from test_predictors_store import PROFILE
+from transformers import AutoConfig
 
 from jaxllm.cli.main import main
 from jaxllm.errors import CapacityError, ConfigError, JaxllmError, RequestTooLargeError, UserCodeError
@@ -18,17 +21,25 @@ from jaxllm.predictors.published_shapes import model_shape
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.research import load_shape, simulate
+from jaxllm.research.commands.simulate import add_options
 from jaxllm.research.simulator import run as low_level
 from jaxllm.research.simulator.drawing import queue_of
 from jaxllm.research.simulator.gpu import pool_blocks
 from jaxllm.research.simulator.study import FIGURES, policies_of
 from jaxllm.research.simulator.system import make_system
-from jaxllm.research.workloads import Poisson, Trace, UniformLengths, make_conversations, make_trace
+from jaxllm.research.workloads import (
+    Poisson,
+    Trace,
+    UniformLengths,
+    load_trace,
+    make_conversations,
+    make_trace,
+)
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import LeastUrgentVictim, SchedulerPolicy
 from jaxllm.sched.presets import make_preset
 
-SMALL = {"num_prompts": 12, "num_gpu_blocks": 128, "output_len": 20}
+SMALL = {"num_prompts": 12, "gpu_blocks": 128, "output_len": 20}
 OPTIONS = ["--num-prompts=12", "--gpu-blocks=128", "--output-len=20"]
 
 
@@ -92,7 +103,7 @@ def test_a_quantised_checkpoint_is_what_it_is(tmp_path):
 
 
 def test_it_is_the_low_level_simulation_of_what_is_named():
-    found = simulate(policies="vllm_v1", model="llama-13b", dtype="float16", device="a100", **SMALL)
+    found = simulate(policy="vllm_v1", model="llama-13b", dtype="float16", device="a100", **SMALL)
     shape = model_shape("llama-13b", "float16")
     costs = SiliconCostModel(shape, "a100")
     drawn = make_trace("chatbot", 12, 20, outputs=UniformLengths(shortest=20, longest=20))
@@ -119,7 +130,12 @@ def test_a_config_json_is_a_shape():
     values = json.loads(path.read_text())
     assert (shape.num_layers, shape.vocab_size) == (values["num_hidden_layers"], values["vocab_size"])
     assert load_shape(demo_model_path()) == shape
-    system = make_system(path, num_gpu_blocks=8)
+    held = json.loads((demo_model_path() / "config.json").read_text())
+    of_transformers = AutoConfig.from_pretrained(demo_model_path())
+    for given in (held, of_transformers):
+        found = load_shape(given)
+        assert dataclasses.replace(found, name=shape.name) == shape
+    system = make_system(path, gpu_blocks=8)
     assert system.max_model_len == values["max_position_embeddings"]
     assert load_shape("llama-3-8b", "float16") == model_shape("llama-3-8b")
     with pytest.raises(ConfigError, match=r"did you mean llama-3-8b\? published shapes"):
@@ -132,8 +148,9 @@ def test_pools_are_what_fits():
     assert system.num_gpu_blocks == pool_blocks(costs, 0.8)
     block_bytes = 2 * 32 * 8 * 128 * 2 * 16
     assert system.num_host_blocks == 4 * 2**30 // block_bytes
+    assert make_system("llama-3-8b", host_memory="64GB").num_host_blocks == int(64e9 // block_bytes)
     assert make_system("llama-3-8b", host_memory=64e9).num_host_blocks == int(64e9 // block_bytes)
-    assert make_system("llama-3-8b", num_gpu_blocks=10).num_host_blocks == 10
+    assert make_system("llama-3-8b", gpu_blocks=10).num_host_blocks == 10
     roofline = make_system("llama-3-8b", device="h100", memory_utilization=0.8, costs="roofline")
     assert roofline.num_gpu_blocks == system.num_gpu_blocks
     with pytest.raises(CapacityError, match="leave no room for KV"):
@@ -187,9 +204,9 @@ def test_costs_of_ones_own_that_raise_are_named():
                 raise LookupError("no such size")
             return 1.0
 
-    few = {"num_gpu_blocks": 60, "num_host_blocks": 60, "num_prompts": 60, "max_model_len": 900}
+    few = {"gpu_blocks": 60, "host_blocks": 60, "num_prompts": 60, "max_model_len": 900}
     with pytest.raises(UserCodeError, match=r"Breaks.swap_out_seconds\(\d+\) raised LookupError: no such"):
-        simulate(model="llama-3-8b", costs=Breaks(), policies="paper", **few)
+        simulate(model="llama-3-8b", costs=Breaks(), policy="paper", **few)
 
 
 def test_a_profile_is_costs_and_names_its_model_and_device(tmp_path):
@@ -198,7 +215,7 @@ def test_a_profile_is_costs_and_names_its_model_and_device(tmp_path):
     assert (system.model, system.device) == (PROFILE.model, "H100-SXM")
     assert system.source == f"the profile {path.name}"
     assert system.costs.step_seconds(4, 100) == PROFILE.table.step_seconds(4, 100)
-    found = simulate(costs=path, policies="adaptive", num_prompts=4, output_len=4, num_gpu_blocks=32)
+    found = simulate(costs=path, policy="adaptive", num_prompts=4, output_len=4, gpu_blocks=32)
     assert "on H100-SXM, seconds from the profile" in found.caption()
     for asked, message in (
         ({"device": "a100"}, "device is part of what a profile measured"),
@@ -209,13 +226,13 @@ def test_a_profile_is_costs_and_names_its_model_and_device(tmp_path):
         with pytest.raises(JaxllmError, match=message):
             make_system(**({"costs": path} | asked))
     unknown = dataclasses.replace(PROFILE, device="a toaster").save(tmp_path)
-    with pytest.raises(ConfigError, match="pass num_gpu_blocks"):
+    with pytest.raises(ConfigError, match="pass gpu_blocks"):
         make_system(costs=unknown)
-    assert make_system(costs=unknown, num_gpu_blocks=9).device == "unknown"
+    assert make_system(costs=unknown, gpu_blocks=9).device == "unknown"
 
 
 def test_figures_are_asked_for_by_names_that_are_there():
-    found = simulate(trace(), policies="vllm_v1,vllm", num_gpu_blocks=64)
+    found = simulate(trace(), policy="vllm_v1,vllm", gpu_blocks=64)
     with pytest.raises(ConfigError, match="policy 'paper' was not simulated; these were: vllm_v1, vllm"):
         found.of("paper")
     with pytest.raises(ConfigError, match="figure='speed' is unknown; choose from tokens_per_second"):
@@ -225,7 +242,7 @@ def test_figures_are_asked_for_by_names_that_are_there():
 
 
 def test_seeds_give_intervals():
-    found = simulate(seeds=3, policies="vllm_v1,vllm", arrivals="poisson:20", **SMALL)
+    found = simulate(seeds=3, policy="vllm_v1,vllm", arrivals="poisson:20", **SMALL)
     assert found.seeds == (0, 1, 2)
     values = [run.figures["first_token_seconds"] for run in found.of("vllm_v1")]
     mean, low, high = found.figure("vllm_v1", "first_token_seconds")
@@ -233,33 +250,33 @@ def test_seeds_give_intervals():
     assert (mean, low, high) == pytest.approx((np.mean(values), mean - half, mean + half))
     assert found.over("vllm", "vllm").mean == pytest.approx(1.0)
     assert "3 seeds, ± half a 95 % interval" in found.table()
-    alone = simulate(seeds=[2], policies="vllm", arrivals="poisson:20", **SMALL)
+    alone = simulate(seeds=[2], policy="vllm", arrivals="poisson:20", **SMALL)
     assert alone.runs[0].figures == found.of("vllm")[2].figures
 
 
 def test_a_recorded_trace_is_drawn_from_with_replacement():
-    found = simulate(trace(), seeds=2, policies="vllm_v1", num_gpu_blocks=64)
+    found = simulate(trace(), seeds=2, policy="vllm_v1", gpu_blocks=64)
     assert "each seed draws its requests with replacement" in found.caption()
     first, second = (run.result for run in found.runs)
     assert np.array_equal(first.arrival_times, trace().arrival_times)
     assert not np.array_equal(first.finish_times, second.finish_times)
-    alone = simulate(trace(), policies="vllm_v1", num_gpu_blocks=64)
+    alone = simulate(trace(), policy="vllm_v1", gpu_blocks=64)
     assert "with replacement" not in alone.caption()
     named = trace(hash_ids=[(index,) for index in range(6)])
     with pytest.raises(ConfigError, match="another seed changes nothing"):
-        simulate(named, seeds=2, num_gpu_blocks=64)
+        simulate(named, seeds=2, gpu_blocks=64)
 
 
 def test_a_rate_stretches_a_trace_or_is_poisson():
-    fast = simulate(trace(), rate=20, policies="vllm_v1", num_gpu_blocks=64)
+    fast = simulate(trace(), rate=20, policy="vllm_v1", gpu_blocks=64)
     assert fast.runs[0].result.arrival_times == pytest.approx(np.arange(6) * 0.05)
     assert "stretched in time to 20 a second" in fast.caption()
     at_once = trace(arrival_times=np.zeros(6))
-    found = simulate(at_once, rate=20, policies="vllm_v1", num_gpu_blocks=64)
+    found = simulate(at_once, rate=20, policy="vllm_v1", gpu_blocks=64)
     expected = Poisson(20).times(6, np.random.default_rng(0))
     assert found.runs[0].result.arrival_times.shape == expected.shape
     assert "Poisson(rate=20)" in found.caption()
-    clients = simulate(trace(), closed=2, policies="vllm_v1", num_gpu_blocks=64)
+    clients = simulate(trace(), closed=2, policy="vllm_v1", gpu_blocks=64)
     result = clients.runs[0].result
     under_way = [
         int(((result.arrival_times <= time) & (result.finish_times > time)).sum())
@@ -271,7 +288,7 @@ def test_a_rate_stretches_a_trace_or_is_poisson():
 def test_conversations_begin_at_a_rate():
     said = UniformLengths(shortest=5, longest=20)
     talks = make_conversations(8, messages=said, answers=said, mean_turns=3, mean_think=0.1)
-    found = simulate(talks, rate=2, seeds=2, policies="vllm_v1", num_gpu_blocks=64)
+    found = simulate(talks, rate=2, seeds=2, policy="vllm_v1", gpu_blocks=64)
     firsts = talks.follows < 0
     began = [run.result.arrival_times[firsts] for run in found.runs]
     for run, times in zip(found.runs, began, strict=True):
@@ -281,23 +298,23 @@ def test_conversations_begin_at_a_rate():
         assert after.all()
     assert not np.array_equal(*began)
     with pytest.raises(ConfigError, match="come after each other"):
-        simulate(talks, closed=2, num_gpu_blocks=64)
+        simulate(talks, closed=2, gpu_blocks=64)
     with pytest.raises(ConfigError, match="another seed changes nothing"):
-        simulate(talks, seeds=2, num_gpu_blocks=64)
+        simulate(talks, seeds=2, gpu_blocks=64)
 
 
 def test_prefixes_are_cached_where_prompts_share_them():
     named = trace(prompt_lens=np.full(6, 40), hash_ids=[(7, index) for index in range(6)], hash_block_len=32)
-    found = simulate(named, policies="vllm_v1", num_gpu_blocks=64)
+    found = simulate(named, policy="vllm_v1", gpu_blocks=64)
     assert found.config.enable_prefix_caching
     assert found.runs[0].figures["cached_share"] == 5 * 32 / 240
     assert "found in the cache" in found.table()
-    assert "found in the cache" not in simulate(trace(), policies="vllm_v1", num_gpu_blocks=64).table()
-    both = simulate(named, policies="vllm,vllm_v1", num_gpu_blocks=64)
+    assert "found in the cache" not in simulate(trace(), policy="vllm_v1", gpu_blocks=64).table()
+    both = simulate(named, policy="vllm,vllm_v1", gpu_blocks=64)
     assert [run.figures["cached_share"] for run in both.runs] == [0, 5 * 32 / 240]
     with pytest.raises(ConfigError, match="plans without a prefix cache"):
-        simulate(named, policies="vllm", num_gpu_blocks=64, enable_prefix_caching=True)
-    without = simulate(named, policies="vllm_v1", num_gpu_blocks=64, enable_prefix_caching=False)
+        simulate(named, policy="vllm", gpu_blocks=64, prefix_caching=True)
+    without = simulate(named, policy="vllm_v1", gpu_blocks=64, prefix_caching=False)
     assert without.runs[0].figures["cached_share"] == 0
 
 
@@ -314,7 +331,7 @@ def test_policies_are_names_objects_and_functions():
         policies_of("vllm,vllm")
     for wrong in (3, lambda costs: 3, lambda: 3):
         with pytest.raises(ConfigError):
-            simulate(**(SMALL | {"policies": {"mine": wrong}}))
+            simulate(**(SMALL | {"policy": {"mine": wrong}}))
     with pytest.raises(ConfigError, match="at least one"):
         policies_of([])
 
@@ -328,7 +345,7 @@ class Newest:
 
 def test_a_class_alone_changes_one_answer_as_everywhere():
     runs = [
-        simulate(**(SMALL | {"policies": {"mine": given}})).runs[0].figures for given in (Newest, Newest())
+        simulate(**(SMALL | {"policy": {"mine": given}})).runs[0].figures for given in (Newest, Newest())
     ]
     assert runs[0] == runs[1]
 
@@ -346,13 +363,13 @@ def test_a_policy_of_the_users_module(tmp_path, monkeypatch, capsys):
 def test_requests_that_do_not_fit():
     long = trace(prompt_lens=[8, 16, 2000, 8, 8, 8])
     with pytest.raises(
-        RequestTooLargeError, match=r"request 2 .* num_gpu_blocks x block_size=1024 .*--clip.*--skip"
+        RequestTooLargeError, match=r"request 2 .* gpu_blocks x block_size=1024 .*--clip.*--skip"
     ):
-        simulate(long, policies="vllm", num_gpu_blocks=64)
+        simulate(long, policy="vllm", gpu_blocks=64)
     with pytest.raises(RequestTooLargeError, match=r"request 2 of trace 'small' .* max_model_len=512 "):
-        simulate(long, policies="vllm", num_gpu_blocks=64, max_model_len=512)
+        simulate(long, policy="vllm", gpu_blocks=64, max_model_len=512)
     for too_long, count in (("clip", 6), ("skip", 5)):
-        found = simulate(long, policies="vllm", num_gpu_blocks=64, too_long=too_long)
+        found = simulate(long, policy="vllm", gpu_blocks=64, too_long=too_long)
         assert len(found.runs[0].result.finish_times) == count
 
 
@@ -376,13 +393,19 @@ def test_requests_that_do_not_fit():
         ({"device": 3}, "device=3 must be a name"),
         ({"model": 3}, "model=3 must be a published shape's name"),
         ({"dataset": 3}, "dataset=3 is neither"),
-        ({"output_len": "long"}, "must be an integer, got 'long'"),
+        ({"output_len": "long"}, "output_len='long' must be a length"),
         ({"device": "a101"}, "device 'a101' is not in the table"),
-        ({"policies": "adaptif"}, "did you mean adaptive"),
-        ({"num_host_blocks": 1, "host_memory": 1e9}, "say the same"),
-        ({"memory_utilization": 2.0, "num_gpu_blocks": None}, r"memory_utilization must lie in"),
+        ({"policy": "adaptif"}, "did you mean adaptive"),
+        ({"host_blocks": 1, "host_memory": 1e9}, "say the same"),
+        ({"memory_utilization": 2.0, "gpu_blocks": None}, r"memory_utilization must lie in"),
         ({"memory_utilization": 0.5}, r"both say how large the pool is"),
-        ({"polices": "vllm"}, "no argument 'polices'; did you mean policies"),
+        ({"polices": "vllm"}, "no argument 'polices'; did you mean policy"),
+        ({"num_gpu_blocks": 8}, "no argument 'num_gpu_blocks'; did you mean gpu_blocks"),
+        ({"enable_prefix_caching": True}, "no argument 'enable_prefix_caching'; did you mean prefix_caching"),
+        ({"input_len": 8, "dataset": "alpaca"}, "both say how long prompts are: drop one"),
+        ({"input_len": "8:9:10"}, "input_len='8:9:10' must be a length, or a range of them"),
+        ({"input_len": "few"}, "input_len='few' must be a length, or a range of them"),
+        ({"host_memory": "64 hogsheads"}, "host_memory='64 hogsheads' must be bytes, or such as '64GB'"),
         ({"seed": 3}, "no argument 'seed'"),
         ({"model": demo_model_path(), "max_model_len": 2000}, "exceeds the 1024 positions"),
         ({"costs": "roofline", "tensor_parallel": 2}, "tensor_parallel=2 is of costs='silicon'"),
@@ -403,10 +426,10 @@ def test_errors_say_what_to_pass(arguments, message):
 
 
 def test_numbers_and_seeds_of_numpy_will_do():
-    given = {"num_gpu_blocks": 64, "num_prompts": 8, "output_len": 8, "rate": 3.0, "max_num_seqs": 16}
-    expected = simulate(policies="vllm", seeds=range(2), **given)
+    given = {"gpu_blocks": 64, "num_prompts": 8, "output_len": 8, "rate": 3.0, "max_num_seqs": 16}
+    expected = simulate(policy="vllm", seeds=range(2), **given)
     plain = {name: np.float32(one) if name == "rate" else np.int64(one) for name, one in given.items()}
-    assert simulate(policies="vllm", seeds=np.arange(2), **plain).to_json() == expected.to_json()
+    assert simulate(policy="vllm", seeds=np.arange(2), **plain).to_json() == expected.to_json()
 
 
 def test_lengths_and_arrivals_of_ones_own_will_do():
@@ -419,7 +442,7 @@ def test_lengths_and_arrivals_of_ones_own_will_do():
             return np.arange(num_requests, dtype=float)
 
     found = simulate(
-        policies="vllm",
+        policy="vllm",
         **(SMALL | {"output_len": Threes(), "dataset": Threes(), "arrivals": OneASecond()}),
     )
     result = found.runs[0].result
@@ -517,7 +540,7 @@ def test_the_command_refuses(options, message, capsys):
 
 
 def test_the_timeline_counts_requests():
-    found = simulate(trace(), policies="vllm_v1", num_gpu_blocks=64)
+    found = simulate(trace(), policy="vllm_v1", gpu_blocks=64)
     result = found.runs[0].result
     (waits, waiting), (times, running) = queue_of(found.runs[0])
     assert waiting[-1] == running[-1] == 0
@@ -528,7 +551,7 @@ def test_the_timeline_counts_requests():
 
 
 def test_pictures_are_refused_where_they_cannot_be_written(tmp_path):
-    found = simulate(trace(), policies="vllm_v1", num_gpu_blocks=64)
+    found = simulate(trace(), policy="vllm_v1", gpu_blocks=64)
     with pytest.raises(ConfigError, match="--plot"):
         found.plot(Path(tmp_path / "picture.nothing"))
 
@@ -573,3 +596,24 @@ def test_messages_are_in_the_commands_own_words(options, message, tmp_path, caps
     assert message in said
     for word in ("num_", "PosixPath", "too_long=", "DeviceSpec", "tokenizer="):
         assert word not in said.replace(str(tmp_path), "")
+
+
+def test_lengths_are_a_number_a_range_or_drawn_from():
+    common = {"policy": "vllm", "gpu_blocks": 128, "num_prompts": 6}
+    as_drawn = UniformLengths(shortest=8, longest=9)
+    found = [simulate(**common, input_len=one, output_len=one) for one in ("8:9", (8, 9), as_drawn)]
+    assert found[0].to_json() == found[1].to_json() == found[2].to_json()
+    assert simulate(**common, input_len=8, output_len="4").to_json() == (
+        simulate(**common, input_len=UniformLengths(shortest=8, longest=8), output_len=4).to_json()
+    )
+
+
+def test_a_command_and_a_call_have_the_same_words():
+    """But those of a command's files, and what it does with the result."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    command = {action.dest for action in parser._actions}
+    call = {*inspect.signature(simulate).parameters, *inspect.signature(load_trace).parameters}
+    assert command - call == {"help", "plot", "json", "overwrite", "column", "clip", "skip"}
+    of_load_trace = {"path", "form", "limit", "name", "seed", "max_len"}
+    assert call - command - of_load_trace == {"overlap_swaps", "too_long", "reading"}

@@ -98,7 +98,7 @@ def test_by_cost_is_as_good_as_the_best_fixed_number_on_a_gpu(batch, acceptance)
         found = simulate(
             trace_of(batch, max(10, 3 * batch, min(10 * batch, 160)), 64, 192),
             device="h100",
-            policies="vllm_v1",
+            policy="vllm_v1",
             max_num_seqs=batch,
             speculative_config={**drafts, "model": "llama-3.2-1b"},
         )

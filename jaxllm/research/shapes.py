@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from jaxllm.errors import ConfigError, did_you_mean, shown
 from jaxllm.predictors.base import WEIGHT_FORMATS, ModelShape
@@ -16,11 +16,15 @@ from jaxllm.system.options import check_choice, checked_path
 
 if TYPE_CHECKING:
     from jaxllm.models.architecture import ModelConfig
+    from jaxllm.models.config import SupportsDict
     from jaxllm.models.linear_formats import LinearFormats
+
+Model: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | SupportsDict"
+"""What a model is named by: see `load_shape`."""
 
 
 def load_shape(
-    model: str | os.PathLike[str],
+    model: Model,
     dtype: str = "bfloat16",
     *,
     quantization: str | None = None,
@@ -31,7 +35,8 @@ def load_shape(
 
     Args:
         model: a name of `jaxllm.predictors.base.MODEL_SHAPES`, such as "llama-3-8b"; a `config.json`; or a
-            checkpoint: its folder, or the id of one in Hugging Face's cache.
+            checkpoint: its folder, or the id of one in Hugging Face's cache; or a configuration: that file's
+            object, or one of transformers.
         dtype: of weights and KV.
         quantization: how weights are held, one of `jaxllm.predictors.base.WEIGHT_FORMATS`; None as the
             checkpoint has them.
@@ -76,31 +81,35 @@ class Read(NamedTuple):
     formats: LinearFormats | None = None
 
 
-def read_model(model: str | os.PathLike[str], dtype: str, asked: Formats) -> Read:
+def read_model(model: Model, dtype: str, asked: Formats) -> Read:
     """The same with the configuration, which a published name does not have.
 
     Raises:
         ConfigError: as `load_shape`.
     """
-    if not isinstance(model, str | os.PathLike):
-        raise ConfigError(
-            f"model={shown(model)} must be a published shape's name, a checkpoint or a config.json; such as "
-            "'llama-3-8b'"
-        )
     asked.check()
     asked = asked._replace(kv_cache_dtype=kv_dtype_of("kv_cache_dtype", asked.kv_cache_dtype))
-    name, dtype = checked_path("model", model), dtype_of("dtype", dtype)
+    dtype = dtype_of("dtype", dtype)
+    if hasattr(model, "to_dict") and not isinstance(model, type):
+        model = model.to_dict()
+    if isinstance(model, Mapping):
+        called = model.get("_name_or_path") or model.get("model_type") or "model"
+        return _read_config(dict(model), None, str(called), dtype, asked)
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(
+            f"model={shown(model)} must be a published shape's name, a checkpoint, a config.json or what it "
+            "holds; such as 'llama-3-8b'"
+        )
+    name = checked_path("model", model)
     path = Path(name)
     if name in MODEL_SHAPES and not path.exists():
         weights = asked.quantization or "auto"
         head = weights if asked.quantize_lm_head else "auto"
         shape = model_shape(name, dtype)
         return Read(dataclasses.replace(shape, weights=weights, head=head, kv_dtype=asked.kv_cache_dtype))
-    from jaxllm.engine.costs import shape_of
     from jaxllm.loading.checkpoints import checkpoint_folder
-    from jaxllm.models.config import config_from_dict, read_hf_config, read_object
+    from jaxllm.models.config import read_hf_config, read_object
 
-    kv_dtype = None if asked.kv_cache_dtype == "auto" else asked.kv_cache_dtype
     if path.suffix == ".json" and not path.is_dir():
         hf_config = read_object(path)
         folder, called = None, path.resolve().parent.name if path.name == "config.json" else path.stem
@@ -111,6 +120,16 @@ def read_model(model: str | os.PathLike[str], dtype: str, asked: Formats) -> Rea
             hint = did_you_mean(name, MODEL_SHAPES)
             raise ConfigError(f"{error}; {hint}published shapes: {', '.join(MODEL_SHAPES)}") from error
         hf_config, called = read_hf_config(folder), folder.resolve().name
+    return _read_config(hf_config, folder, called, dtype, asked)
+
+
+def _read_config(
+    hf_config: Mapping[str, Any], folder: Path | None, called: str, dtype: str, asked: Formats
+) -> Read:
+    from jaxllm.engine.costs import shape_of
+    from jaxllm.models.config import config_from_dict
+
+    kv_dtype = None if asked.kv_cache_dtype == "auto" else asked.kv_cache_dtype
     config = config_from_dict(hf_config)
     if kv_dtype is None and config.has_kv_scales:
         kv_dtype = "fp8_e4m3"

@@ -170,8 +170,8 @@ def _system(device: Device) -> System:
         costs=costs,
         link=link,
         block_size=BLOCK_SIZE,
-        num_gpu_blocks=device.num_gpu_blocks,
-        num_host_blocks=device.num_host_blocks,
+        gpu_blocks=device.num_gpu_blocks,
+        host_blocks=device.num_host_blocks,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,14 @@ from jaxllm.commands.words import call_too
 from jaxllm.errors import ConfigError
 from jaxllm.research.commands.bench_serve import length_range
 from jaxllm.research.commands.rows import add_of_traces, reading_of, too_long_of
-from jaxllm.system.options import flag, json_object
+from jaxllm.system.options import json_object
 from jaxllm.system.output_files import add_overwrite, check_writable
-
-_UNITS = {"": 1.0, "b": 1.0, "mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
+from jaxllm.system.sizes import parse_bytes
 
 
 def size(text: str) -> float:
-    """Bytes: a number, and perhaps a unit."""
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise ValueError
-    return float(match[1]) * _UNITS[match[2]]
+    """Bytes, as `parse_bytes` reads them."""
+    return parse_bytes(text)
 
 
 def gigabytes_a_second(text: str) -> float:
@@ -76,8 +71,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     of_result.add_argument("--plot", type=Path, metavar="FILE.png", help="draw figures and a timeline")
     of_result.add_argument("--json", type=Path, metavar="FILE", help="write figures of all runs there, too")
     add_overwrite(parser)
-    names = {name: flag(option) for option, name in _NAMES.items()}
-    call_too(parser, **names, num_clients="--closed", num_requests="--num-prompts")
+    pools = {"num_gpu_blocks": "--gpu-blocks", "num_host_blocks": "--host-blocks"}
+    call_too(parser, num_clients="--closed", num_requests="--num-prompts", **pools)
     only_with(parser, "trace", "dataset", options=("tokenizer",))
     only_with(parser, "dataset", options=("column",))
     only_with(parser, "quantization", options=("quantize_lm_head",))
@@ -138,12 +133,6 @@ _SCHEDULING: tuple[tuple[str, Any, str, str], ...] = (
         'drafts, such as {"acceptance": 0.7, "num_speculative_tokens": 4, "model": "llama-3.2-1b"}',
     ),
 )
-_NAMES = {
-    "gpu_blocks": "num_gpu_blocks",
-    "host_blocks": "num_host_blocks",
-    "prefix_caching": "enable_prefix_caching",
-    "policy": "policies",
-}
 _AS_THEY_ARE = (
     *(
         "trace",
@@ -155,7 +144,8 @@ _AS_THEY_ARE = (
     ),
     *("model", "device", "costs", "dtype", "quantization", "quantize_lm_head", "kv_cache_dtype"),
     *("tensor_parallel", "block_size", "memory_utilization", "link", "speculative_config"),
-    *("host_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens", *_NAMES),
+    *("host_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("gpu_blocks", "host_blocks", "prefix_caching", "policy"),
 )
 
 
@@ -170,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     check_distinct({"--trace": args.trace, **written})
     check_picture(args.plot)
     check_writable(written, overwrite=args.overwrite)
-    given = {_NAMES.get(name, name): getattr(args, name) for name in _AS_THEY_ARE}
+    given = {name: getattr(args, name) for name in _AS_THEY_ARE}
     given |= _drawn(args) if args.trace is None else _read(args)
     given["too_long"] = too_long_of(args)
     found = simulate(**{name: value for name, value in given.items() if value is not None})
@@ -197,15 +187,11 @@ def _read(args: argparse.Namespace) -> dict[str, Any]:
 
 def _drawn(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments that are of a load that is drawn."""
-    from jaxllm.research.workloads import DATASETS, UniformLengths, load_dataset_file
+    from jaxllm.research.workloads import DATASETS, load_dataset_file
     from jaxllm.text.tokenizer import load_tokenizer
 
-    found: dict[str, Any] = {"dataset": args.dataset}
-    if args.input_len is not None:
-        if args.dataset is not None:
-            raise ConfigError("--input-len and --dataset both say how long prompts are: drop one")
-        found["dataset"] = UniformLengths(shortest=args.input_len[0], longest=args.input_len[1])
-    elif args.dataset is not None and args.dataset not in DATASETS:
+    found: dict[str, Any] = {name: getattr(args, name) for name in ("dataset", "input_len", "output_len")}
+    if args.dataset is not None and args.dataset not in DATASETS:
         if args.column is None or args.tokenizer is None:
             raise ConfigError(
                 f"--dataset {args.dataset} is none of {', '.join(DATASETS)}; a file needs --column and "
@@ -219,6 +205,4 @@ def _drawn(args: argparse.Namespace) -> dict[str, Any]:
             f"--column, --tokenizer and --on-bad are of a --dataset that is a file, and {args.dataset} is "
             "drawn: drop them"
         )
-    if args.output_len is not None:
-        found["output_len"] = UniformLengths(shortest=args.output_len[0], longest=args.output_len[1])
     return found

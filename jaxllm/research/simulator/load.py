@@ -30,6 +30,8 @@ from jaxllm.research.workloads.seeding import Stream, generator
 from jaxllm.research.workloads.topics import TopicOutputs
 
 _NUM_PROMPTS = 1000
+Lengths = UniformLengths | LognormalLengths | int | str | tuple[int, int]
+"""Tokens of prompts or outputs: to draw from, a number, or a range."""
 
 
 class Load:
@@ -44,9 +46,10 @@ class Load:
         self,
         trace: Trace | str | os.PathLike[str] | None,
         *,
-        dataset: str | LognormalLengths | UniformLengths | PromptDataset,
+        dataset: str | PromptDataset | None,
         num_prompts: int | None,
-        output_len: UniformLengths | LognormalLengths | int,
+        input_len: Lengths | None,
+        output_len: Lengths,
         arrivals: ArrivalProcess | str | None,
         rate: float | None,
         closed: int | None,
@@ -55,7 +58,13 @@ class Load:
         if num_prompts is not None:
             num_prompts = check_integer("num_prompts", num_prompts, 1, MAX_REQUESTS)
         self._rate, self._arrivals = rate, _arrivals(arrivals, rate, closed)
-        self._dataset, self._count, self._outputs = dataset, num_prompts, _lengths(output_len)
+        if input_len is not None and dataset is not None:
+            raise ConfigError(
+                f"input_len={shown(input_len)} and dataset={shown(dataset)} both say how long prompts are: "
+                "drop one"
+            )
+        self._dataset = dataset or "chatbot" if input_len is None else _lengths("input_len", input_len)
+        self._count, self._outputs = num_prompts, _lengths("output_len", output_len)
         self._trace: Trace | None = None
         self._is_resampled = False
         if isinstance(trace, str | os.PathLike):
@@ -191,12 +200,22 @@ def _arrivals(
     return parse_arrivals(given)
 
 
-def _lengths(given: Any) -> Any:
-    """What outputs are drawn from: ours, or one's own."""
+def _lengths(name: str, given: Any) -> Any:
+    """What tokens of prompts or outputs are drawn from: ours, or one's own."""
     if hasattr(given, "sample") and not isinstance(given, type | TopicOutputs):
         return given
-    length = check_integer("output_len", given, 1, MAX_LEN)
-    return UniformLengths(shortest=length, longest=length)
+    bounds = given
+    if isinstance(given, str):
+        try:
+            bounds = tuple(map(int, given.split(":")))
+        except ValueError:
+            bounds = ()
+    bounds = bounds if isinstance(bounds, tuple | list) else (bounds, bounds)
+    bounds = bounds * 2 if len(bounds) == 1 else bounds
+    if len(bounds) != 2:
+        raise ConfigError(f"{name}={shown(given)} must be a length, or a range of them, such as '64:512'")
+    shortest, longest = (check_integer(name, bound, 1, MAX_LEN) for bound in bounds)
+    return UniformLengths(shortest=shortest, longest=longest)
 
 
 def _resampled(trace: Trace, seed: int) -> Trace:

@@ -18,16 +18,15 @@ from jaxllm.predictors.base import CostModel, ModelShape, check_integer
 from jaxllm.predictors.devices import DeviceSpec
 from jaxllm.predictors.own import checked
 from jaxllm.research.intervals import Interval, mean_interval, ratio_interval
+from jaxllm.research.shapes import Model
 from jaxllm.research.simulator.drafting import SimulatedDrafts
-from jaxllm.research.simulator.load import Load
+from jaxllm.research.simulator.load import Lengths, Load
 from jaxllm.research.simulator.run import simulate as play
 from jaxllm.research.simulator.system import System, make_system
 from jaxllm.research.workloads import (
     ArrivalProcess,
-    LognormalLengths,
     PromptDataset,
     Trace,
-    UniformLengths,
     load_trace,
 )
 from jaxllm.research.workloads.checks import MAX_SEED, check_choice
@@ -41,10 +40,12 @@ from jaxllm.sched.presets import as_policy
 POLICIES = ("adaptive", "vllm_v1")
 _MAX_SEEDS = 1000
 _OF_LOAD = ("path", "limit", "seed", "name", "max_len")  # of `load_trace`, and have other words here
+_RENAMED = {"num_gpu_blocks": "gpu_blocks", "num_host_blocks": "host_blocks", "policies": "policy"}
+_RENAMED |= {"scheduler_policy": "policy", "enable_prefix_caching": "prefix_caching", "seed": "seeds"}
+"""What `LLM` calls them, or this did once."""
 Policy = str | SchedulingPolicy | Callable[[CostModel], SchedulingPolicy]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-Lengths = UniformLengths | LognormalLengths | int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,12 +255,13 @@ def _plain(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def simulate(
     trace: Trace | str | os.PathLike[str] | None = None,
     *,
-    model: str | os.PathLike[str] | ModelShape | None = None,
+    model: Model | ModelShape | None = None,
     device: str | DeviceSpec | None = None,
     costs: str | os.PathLike[str] | CostModel = "silicon",
-    policies: str | Sequence[Policy] | Mapping[str, Policy] = POLICIES,
-    dataset: str | LognormalLengths | UniformLengths | PromptDataset = "chatbot",
+    policy: Policy | Sequence[Policy] | Mapping[str, Policy] = POLICIES,
+    dataset: str | PromptDataset | None = None,
     num_prompts: int | None = None,
+    input_len: Lengths | None = None,
     output_len: Lengths = 128,
     arrivals: ArrivalProcess | str | None = None,
     rate: float | None = None,
@@ -270,16 +272,16 @@ def simulate(
     quantize_lm_head: bool = True,
     kv_cache_dtype: str = "auto",
     block_size: int = 16,
-    num_gpu_blocks: int | None = None,
+    gpu_blocks: int | None = None,
     memory_utilization: float | None = None,
-    num_host_blocks: int | None = None,
-    host_memory: float | None = None,
+    host_blocks: int | None = None,
+    host_memory: float | str | None = None,
     link: float | None = None,
     tensor_parallel: int = 1,
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 8192,
-    enable_prefix_caching: bool | None = None,
+    prefix_caching: bool | None = None,
     overlap_swaps: bool = True,
     too_long: TooLong = "raise",
     speculative_config: SimulatedDrafts | Mapping[str, Any] | None = None,
@@ -291,15 +293,17 @@ def simulate(
 
     Args:
         trace: requests, or the file of them (`jaxllm.research.workloads.load_trace`); None draws them.
-        model, device, costs, dtype, quantization, quantize_lm_head, kv_cache_dtype, block_size,
-            num_gpu_blocks, memory_utilization, num_host_blocks, host_memory, link, tensor_parallel: what they
-            run on, see `jaxllm.research.simulator.system.make_system`.
-        policies: names as `LLM(scheduler_policy=...)` takes them ("adaptive", "module:attribute"), with
-            commas or as a sequence; policies, of which each run gets a copy; functions of the costs that make
-            one; or these by names of one's own.
-        dataset: without a trace, what prompts are drawn from: as `make_trace` takes it.
+        model, device, costs, dtype, quantization, quantize_lm_head, kv_cache_dtype, block_size, gpu_blocks,
+            memory_utilization, host_blocks, host_memory, link, tensor_parallel: what they run on, see
+            `jaxllm.research.simulator.system.make_system`.
+        policy: one or several: names as `LLM(scheduler_policy=...)` takes them ("adaptive",
+            "module:attribute"), with commas or as a sequence; policies, of which each run gets a copy;
+            functions of the costs that make one; or these by names of one's own.
+        dataset: without a trace, what prompts are drawn from: as `make_trace` takes it; None is "chatbot".
         num_prompts: how many requests; None is 1,000, or all of a trace.
-        output_len: without a trace, tokens of outputs: a number, or lengths to draw from.
+        input_len: in place of a dataset, tokens of prompts: a number; a range, "64:512" or (64, 512); or
+            lengths to draw from.
+        output_len: without a trace, tokens of outputs, likewise.
         arrivals: when requests come: a process, or what `parse_arrivals` reads; None is all at once, or as
             the trace says. In place of it:
         rate: requests a second: a recorded trace is stretched in time, and what has no times, or is drawn,
@@ -310,7 +314,7 @@ def simulate(
         max_model_len: tokens of a request, prompt and output together; None takes the model's, and at most
             what the pool holds.
         max_num_seqs, max_num_batched_tokens: of a step.
-        enable_prefix_caching: None caches where prompts of the trace may begin alike, and the policy plans
+        prefix_caching: None caches where prompts of the trace may begin alike, and the policy plans
             with a cache.
         overlap_swaps: whether copies run beside computation, or stop it.
         too_long: what becomes of requests that do not fit: see `fit_trace`.
@@ -326,7 +330,8 @@ def simulate(
     known = {**inspect.signature(simulate).parameters, **inspect.signature(load_trace).parameters}
     for name in reading:
         if name not in known or name in _OF_LOAD:
-            raise ConfigError(f"simulate has no argument {name!r}; {did_you_mean(name, known)}".rstrip("; "))
+            way_out = did_you_mean(_RENAMED.get(name, name), known)
+            raise ConfigError(f"simulate has no argument {name!r}; {way_out}".rstrip("; "))
     system = make_system(
         model,
         device=device,
@@ -336,9 +341,9 @@ def simulate(
         quantize_lm_head=quantize_lm_head,
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
-        num_gpu_blocks=num_gpu_blocks,
+        gpu_blocks=gpu_blocks,
         memory_utilization=memory_utilization,
-        num_host_blocks=num_host_blocks,
+        host_blocks=host_blocks,
         host_memory=host_memory,
         link=link,
         tensor_parallel=tensor_parallel,
@@ -353,17 +358,18 @@ def simulate(
             costs=costs,
             dtype=dtype,
             block_size=block_size,
-            num_gpu_blocks=1,
+            gpu_blocks=1,
             tensor_parallel=tensor_parallel,
         ).costs
     asked = checked(system.costs) if is_outside(system.costs) else system.costs
-    chosen = policies_of(policies)
+    chosen = policies_of(policy)
     for make in chosen.values():
         make(asked)  # what is no policy is refused before anything is read
     load = Load(
         trace,
         dataset=dataset,
         num_prompts=num_prompts,
+        input_len=input_len,
         output_len=output_len,
         arrivals=arrivals,
         rate=rate,
@@ -374,7 +380,7 @@ def simulate(
     limit, limit_name = _limit(system, max_model_len)
     _check_too_long(too_long, load.longest, limit, limit_name)
     traces = [fit_trace(drawn, limit, too_long, limit_name=limit_name) for drawn in load.draws(numbers)]
-    caches = traces[0].shares_prefixes if enable_prefix_caching is None else enable_prefix_caching
+    caches = traces[0].shares_prefixes if prefix_caching is None else prefix_caching
     config = SchedulerConfig(
         num_gpu_blocks=system.num_gpu_blocks,
         block_size=system.block_size,
@@ -387,21 +393,21 @@ def simulate(
     runs = []
     for name, make in chosen.items():
         for seed, drawn in zip(numbers, traces, strict=True):
-            policy = make(asked)
-            if enable_prefix_caching is True and not policy.shares_prefixes:
+            planner = make(asked)
+            if prefix_caching is True and not planner.shares_prefixes:
                 raise ConfigError(
-                    f"enable_prefix_caching=True: policy {name!r} plans without a prefix cache; leave it "
+                    f"prefix_caching=True: policy {name!r} plans without a prefix cache; leave it "
                     "out, or take vllm_v1, adaptive or another preset"
                 )
             own = dataclasses.replace(
                 config,
-                num_host_blocks=config.num_host_blocks if policy.may_swap else 0,
-                enable_prefix_caching=caches and policy.shares_prefixes,
+                num_host_blocks=config.num_host_blocks if planner.may_swap else 0,
+                enable_prefix_caching=caches and planner.shares_prefixes,
             )
             result = play(
                 drawn,
                 own,
-                policy,
+                planner,
                 asked,
                 overlap_swaps=overlap_swaps,
                 drafts=drafts,
@@ -412,7 +418,7 @@ def simulate(
 
 
 def policies_of(
-    given: str | Sequence[Policy] | Mapping[str, Policy],
+    given: Policy | Sequence[Policy] | Mapping[str, Policy],
 ) -> dict[str, Callable[[CostModel], SchedulingPolicy]]:
     """What makes each policy anew, by name.
 
@@ -435,7 +441,7 @@ def policies_of(
             )
         found[name] = _maker(policy)
     if not found:
-        raise ConfigError("policies must name at least one, such as 'adaptive'")
+        raise ConfigError("policy must name at least one, such as 'adaptive'")
     return found
 
 
@@ -483,4 +489,4 @@ def _limit(system: System, asked: int | None) -> tuple[int, str]:
             )
     pool = system.num_gpu_blocks * system.block_size
     model = min(one for one in (asked, system.max_model_len, 2**24) if one is not None)
-    return (pool, "num_gpu_blocks x block_size") if pool < model else (model, "max_model_len")
+    return (pool, "gpu_blocks x block_size") if pool < model else (model, "max_model_len")

@@ -14,9 +14,10 @@ from jaxllm.predictors.own import own_costs
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.predictors.store import Profile
-from jaxllm.research.shapes import Formats, read_model
+from jaxllm.research.shapes import Formats, Model, read_model
 from jaxllm.research.simulator.gpu import UTILIZATION, blocks_beside, pool_blocks
 from jaxllm.system.options import checked_path
+from jaxllm.system.sizes import parse_bytes
 
 HOST_BYTES = 4 * 2**30
 """Host memory for KV unless told otherwise, as of an engine; at most as many blocks as the device has."""
@@ -63,7 +64,7 @@ class System:
 
 
 def make_system(
-    model: str | os.PathLike[str] | ModelShape | None = None,
+    model: Model | ModelShape | None = None,
     *,
     device: str | DeviceSpec | None = None,
     costs: str | os.PathLike[str] | CostModel = "silicon",
@@ -72,18 +73,18 @@ def make_system(
     quantize_lm_head: bool = True,
     kv_cache_dtype: str = "auto",
     block_size: int = 16,
-    num_gpu_blocks: int | None = None,
+    gpu_blocks: int | None = None,
     memory_utilization: float | None = None,
-    num_host_blocks: int | None = None,
-    host_memory: float | None = None,
+    host_blocks: int | None = None,
+    host_memory: float | str | None = None,
     link: float | None = None,
     tensor_parallel: int = 1,
 ) -> System:
     """A model on a device.
 
     Args:
-        model: a published name, a checkpoint or its config.json (`jaxllm.research.load_shape`), or sizes;
-            None is "llama-3-8b", or the model of a profile.
+        model: a published name, a checkpoint, its config.json or what that holds, see
+            `jaxllm.research.load_shape`; or sizes; None is "llama-3-8b", or the model of a profile.
         device: a name of `jaxllm.predictors.devices`, or one's own; None is "a100", or that of a profile.
         costs: "silicon": kernels that others measured on it; "roofline": data-sheet rates and assumed
             efficiencies; the JSON file of a profile (`jaxllm profile`); any cost model, or
@@ -91,11 +92,12 @@ def make_system(
         dtype: of weights and KV, where `model` is no sizes.
         quantization, quantize_lm_head, kv_cache_dtype: likewise, see `jaxllm.research.load_shape`.
         block_size: tokens per KV block.
-        num_gpu_blocks: of the device's pool; None takes what fits.
+        gpu_blocks: of the device's pool; None takes what fits.
         memory_utilization: share of the device's memory that weights, KV and 3 GB of other things take; None
             is `UTILIZATION`.
-        num_host_blocks: blocks of host memory; or
-        host_memory: bytes of it. None of both is 4 GiB, and no more blocks than the device has.
+        host_blocks: blocks of host memory; or
+        host_memory: bytes of it, or such as "64GB". None of both is 4 GiB, and no more blocks than the device
+            has.
         link: bytes per second between device and host that copies reach; None takes the device's.
         tensor_parallel: GPUs that share each layer; of "silicon".
 
@@ -105,9 +107,9 @@ def make_system(
         ProfileError: the profile cannot be read.
     """
     check_integer("block_size", block_size, 1, 1024)
-    if num_gpu_blocks is not None and memory_utilization is not None:
+    if gpu_blocks is not None and memory_utilization is not None:
         raise ConfigError(
-            f"num_gpu_blocks={num_gpu_blocks} and memory_utilization={memory_utilization} both say how large "
+            f"gpu_blocks={gpu_blocks} and memory_utilization={memory_utilization} both say how large "
             "the pool is: pass one of them"
         )
     memory_utilization = UTILIZATION if memory_utilization is None else memory_utilization
@@ -139,9 +141,9 @@ def make_system(
         found: tuple[CostModel, str] = profile.table, f"the profile {Path(os.fspath(costs)).name}"  # type: ignore[arg-type]
     else:
         found = _costs(costs, shape, chosen, block_size, link, tensor_parallel)
-    if num_gpu_blocks is None:
-        num_gpu_blocks = _fitting(found[0], shape, chosen, block_size, memory_utilization)
-    check_integer("num_gpu_blocks", num_gpu_blocks, 1, 2**31 - 1)
+    if gpu_blocks is None:
+        gpu_blocks = _fitting(found[0], shape, chosen, block_size, memory_utilization)
+    check_integer("gpu_blocks", gpu_blocks, 1, 2**31 - 1)
     block_bytes = _kv_bytes(found[0], shape) * block_size
     name = "unknown" if chosen is None else chosen.name
     return System(
@@ -149,8 +151,8 @@ def make_system(
         f"{tensor_parallel} x {name}" if tensor_parallel > 1 else name,
         *found,
         block_size,
-        num_gpu_blocks,
-        _host_blocks(num_host_blocks, host_memory, block_bytes, num_gpu_blocks),
+        gpu_blocks,
+        _host_blocks(host_blocks, host_memory, block_bytes, gpu_blocks),
         limit,
     )
 
@@ -231,7 +233,7 @@ def _fitting(
     if isinstance(costs, SiliconCostModel):
         return pool_blocks(costs, utilization)
     if device is None:
-        raise ConfigError("the memory of the profile's device is not known: pass num_gpu_blocks")
+        raise ConfigError("the memory of the profile's device is not known: pass gpu_blocks")
     return blocks_beside(shape.weight_bytes, shape.block_bytes(block_size), device, utilization)
 
 
@@ -239,14 +241,19 @@ def _kv_bytes(costs: CostModel, shape: ModelShape) -> int:
     return costs.kv_bytes_per_token if isinstance(costs, SiliconCostModel) else shape.kv_bytes_per_token
 
 
-def _host_blocks(blocks: int | None, memory: float | None, block_bytes: int, num_gpu_blocks: int) -> int:
+def _host_blocks(blocks: int | None, memory: float | str | None, block_bytes: int, gpu_blocks: int) -> int:
     if blocks is not None and memory is not None:
-        raise ConfigError(f"num_host_blocks={blocks} and host_memory={memory} say the same: pass one of them")
+        raise ConfigError(f"host_blocks={blocks} and host_memory={memory} say the same: pass one of them")
     if blocks is not None:
-        check_integer("num_host_blocks", blocks, 0, 2**31 - 1)
+        check_integer("host_blocks", blocks, 0, 2**31 - 1)
         return blocks
     if memory is None:
-        return min(num_gpu_blocks, HOST_BYTES // block_bytes)
+        return min(gpu_blocks, HOST_BYTES // block_bytes)
+    if isinstance(memory, str):
+        try:
+            memory = parse_bytes(memory)
+        except ValueError as error:
+            raise ConfigError(f"host_memory={memory!r} must be bytes, or such as '64GB'") from error
     check_number("host_memory", memory, 0, 1e16)
     found = int(memory // block_bytes)
     if memory and not found:
