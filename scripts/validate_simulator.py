@@ -34,7 +34,7 @@ import pathlib
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import plots
@@ -43,8 +43,8 @@ from sweep.options import ARRIVALS_HELP, arrivals_of, list_of
 
 from jaxllm import LLM
 from jaxllm.engine.costs import shape_of
-from jaxllm.engine.profiling import Profiler
-from jaxllm.predictors.base import CostModel
+from jaxllm.engine.profiling import Profiler, Work
+from jaxllm.predictors.base import CostKind, CostModel, step_kind
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
 from jaxllm.research.bench.beside_steps import idle_share, sending_seconds
@@ -75,10 +75,21 @@ class Run(NamedTuple):
 
 
 class HostWork(NamedTuple):
-    """What the host's work beside a step means for it: `idle_share`, and `sending_seconds`."""
+    """What the host's work beside a kind of step means for it: `idle_share`, and `sending_seconds`."""
 
     idle_share: float
     profiled: float
+
+
+Host = Mapping[CostKind, HostWork]
+
+
+def host_of(measured: Sequence[Host]) -> Host:
+    """The means of what was measured several times."""
+    return {
+        kind: HostWork(*map(statistics.fmean, zip(*(of[kind] for of in measured), strict=True)))
+        for kind in measured[0]
+    }
 
 
 class EngineCosts:
@@ -86,19 +97,20 @@ class EngineCosts:
 
     Args:
         costs: of the device.
-        host: what the host's work means for a step.
+        host: what the host's work means for each kind of step.
         on_host: processor time of the host beside each step.
         factor: all seconds are multiplied with it.
     """
 
-    def __init__(self, costs: CostModel, host: HostWork, on_host: float, factor: float = 1.0) -> None:
-        self._costs, self._factor = costs, factor
-        self._idle_share, self._more = host.idle_share, on_host - host.profiled
+    def __init__(self, costs: CostModel, host: Host, on_host: float, factor: float = 1.0) -> None:
+        self._costs, self._host, self._on_host, self._factor = costs, host, on_host, factor
 
-    def step_seconds(self, *work: int) -> float:
+    def step_seconds(self, batch: int, context_tokens: int, prompt_tokens: int = 0, *prompts: int) -> float:
         """See `CostModel.step_seconds`."""
-        seconds = self._costs.step_seconds(*work)
-        return self._factor * (seconds + max(0.0, self._more - self._idle_share * seconds))
+        seconds = self._costs.step_seconds(batch, context_tokens, prompt_tokens, *prompts)
+        host = self._host[step_kind(batch, prompt_tokens)]
+        more = self._on_host - host.profiled - host.idle_share * seconds
+        return self._factor * (seconds + max(0.0, more))
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """See `CostModel.swap_out_seconds`."""
@@ -107,6 +119,11 @@ class EngineCosts:
     def swap_in_seconds(self, num_blocks: int) -> float:
         """See `CostModel.swap_in_seconds`."""
         return self._factor * self._costs.swap_in_seconds(num_blocks)
+
+
+def host_work(profiler: Profiler, work: Work) -> HostWork:
+    """Measured here."""
+    return HostWork(idle_share(profiler, HOST_SECONDS, work), sending_seconds(profiler, work))
 
 
 def play(llm: LLM, preset: str, trace: Trace, config: SchedulerConfig, costs: CostModel) -> Run:
@@ -137,7 +154,7 @@ def compare(
     config: SchedulerConfig,
     predicted: Sequence[CostModel],
     device: CostModel,
-    host: HostWork,
+    host: Host,
     factor: float,
 ) -> dict[str, Any]:
     """One preset: its `RUNS` runs of each trace, and the simulations of them.
@@ -365,6 +382,12 @@ def main(argv: list[str] | None = None) -> None:
         for seed in range(args.seed, args.seed + args.repetitions + 1)
     ]
     *traces, spare = traces
+    prompts_of_step, decodes = (args.prompt_len,) * 2, (args.prompt_len,) * args.max_num_seqs
+    work: dict[CostKind, Work] = {
+        "decode": Work(contexts=decodes),
+        "prefill": Work(lengths=prompts_of_step, starts=(0, 0)),
+        "mixed": Work(contexts=decodes[2:], lengths=prompts_of_step, starts=(0, 0)),
+    }
     for preset in ("vllm", "vllm_swap_both"):  # warm-up: every program, and both ways to preempt
         replay(llm, traces[0].head(min(2 * args.max_num_seqs, args.requests)), config, make_preset(preset))
     samples = profiler.samples(0.0)  # enough for a first fit
@@ -372,15 +395,14 @@ def main(argv: list[str] | None = None) -> None:
     order = random.Random(args.seed)
     runs: dict[str, list[list[Run]]] = {preset: [] for preset in presets}
     predicted: list[CostModel] = []
-    shares: list[tuple[float, float]] = []
+    measured: list[Host] = []
     of_spare: list[Run] = []
     others = OthersShare()
     for turn, trace in enumerate(traces):
         print(f"trace {turn + 1} of {args.repetitions}: {RUNS} runs of each preset", file=sys.stderr)
         costs = profiler.costs_of(profiler.profile(samples, profiler.fit(samples, is_brief=True)))
         predicted.append(costs)
-        sizes = args.max_num_seqs, args.prompt_len
-        shares.append((idle_share(profiler, HOST_SECONDS, *sizes), sending_seconds(profiler, *sizes)))
+        measured.append({kind: host_work(profiler, one) for kind, one in work.items()})
         for of_preset in runs.values():
             of_preset.append([])
         jobs = [(preset, trace, of_preset[-1]) for preset, of_preset in runs.items()]
@@ -392,10 +414,12 @@ def main(argv: list[str] | None = None) -> None:
     others_share = others()
     profile = profiler.profile(samples, profiler.fit(samples))
     device = ProgramCosts(profile.table, profiler.programs)
-    host = HostWork(*(statistics.fmean(of) for of in zip(*shares, strict=True)))
-    print(
-        f"beside {host.profiled * 1e3:.2f} ms a step the host may work for {host.idle_share:.0%} of its time"
-    )
+    host = host_of(measured)
+    for kind, of_kind in host.items():
+        print(
+            f"beside {of_kind.profiled * 1e3:.2f} ms a {kind} step the host may work for "
+            f"{of_kind.idle_share:.0%} of its time"
+        )
     unscaled = simulated_run(
         presets[0], spare, config, predicted[-1], EngineCosts(device, host, on_host(of_spare))
     )
@@ -424,7 +448,7 @@ def main(argv: list[str] | None = None) -> None:
         "profile_errors": {kind: report["test"] for kind, report in profile.errors.items()},
         "factor": factor,
         "factor_seconds": seconds_of_spare,
-        "host": host._asdict(),
+        "host": {kind: of_kind._asdict() for kind, of_kind in host.items()},
         "rows": rows,
         "verdicts": pairs,
     }

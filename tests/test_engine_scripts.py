@@ -101,20 +101,22 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     assert first["speed"] == first["turnaround"] == [1.0, 1.0, 1.0]
     speeds = [one / other for one, other in zip(*(row["seconds"] for row in report["rows"]), strict=True)]
     assert second["speed"] == pytest.approx(ratio_interval(speeds), rel=1e-4)
-    assert report["host"]["profiled"] > 0
-    assert 0 <= report["host"]["idle_share"] <= 1
+    assert list(report["host"]) == ["decode", "prefill", "mixed"]
+    for of_kind in report["host"].values():
+        assert of_kind["profiled"] > 0
+        assert 0 <= of_kind["idle_share"] <= 1
     assert len(report["factor_seconds"]) == 4, "two runs of one more trace beside those of each trace"
     printed = capsys.readouterr().out
-    told = (
-        r"beside [\d.]+ ms a step the host may work for \d+% of its time\n.* multiplied with ([\d.]+)\nvllm: "
-    )
-    assert float(re.match(told, printed)[1]) == pytest.approx(report["factor"], abs=6e-4)
+    told = r"(beside [\d.]+ ms a \w+ step the host may work for \d+% of its time\n){3}"
+    told += r".* multiplied with ([\d.]+)\nvllm: "
+    assert float(re.match(told, printed)[2]) == pytest.approx(report["factor"], abs=6e-4)
 
 
 def test_a_step_is_longer_by_what_the_host_does_beyond_the_profiles_own_and_what_the_step_leaves_idle():
     class Costs:
         def step_seconds(self, *work):
-            return 4.0 * work[0]
+            assert len(work) == 5
+            return 4.0 * work[0] + work[2]
 
         def swap_out_seconds(self, num_blocks):
             return 1.0 * num_blocks
@@ -122,12 +124,20 @@ def test_a_step_is_longer_by_what_the_host_does_beyond_the_profiles_own_and_what
         def swap_in_seconds(self, num_blocks):
             return 2.0 * num_blocks
 
-    host = validate_simulator.HostWork(idle_share=0.25, profiled=1.0)
+    made = validate_simulator.HostWork
+    host = {
+        "decode": made(idle_share=0.25, profiled=1.0),
+        "prefill": made(idle_share=0.5, profiled=2.0),
+        "mixed": made(idle_share=0.0, profiled=3.0),
+    }
     costs = validate_simulator.EngineCosts(Costs(), host, 3.5, factor=2.0)
-    assert costs.step_seconds(1, 5) == 2 * (4.0 + 1.5)  # 3.5 s, of which 1 is in a profile's and 1 is hidden
-    assert costs.step_seconds(3, 5) == 2 * 12.0  # all is hidden
+    decode, mixed = (1, 5, 0, 0, 0), (1, 5, 2, 1, 0)
+    assert costs.step_seconds(*decode) == 2 * (4.0 + 1.5)  # of 3.5 s 1 is in a profile's and 1 is hidden
+    assert costs.step_seconds(3, 5, 0, 0, 0) == 2 * 12.0  # all is hidden
+    assert costs.step_seconds(0, 0, 2, 1, 0) == 2 * (2.0 + 0.5)
+    assert costs.step_seconds(*mixed) == 2 * (6.0 + 0.5)
     assert (costs.swap_out_seconds(3), costs.swap_in_seconds(3)) == (6.0, 12.0)
-    assert validate_simulator.EngineCosts(Costs(), host, 0.5).step_seconds(1, 5) == 4.0
+    assert validate_simulator.EngineCosts(Costs(), host, 0.5).step_seconds(*decode) == 4.0
 
 
 def test_which_is_faster_is_said_only_where_the_interval_allows():

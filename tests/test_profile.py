@@ -261,7 +261,8 @@ def test_swaps_beside_decode_steps(profiler, llm):
 
 
 def test_how_much_a_host_may_compute_beside_a_step(profiler, monkeypatch):
-    assert 0 < sending_seconds(profiler, 2, 8, repetitions=2) < 10
+    work = Work(contexts=(8, 8))
+    assert 0 < sending_seconds(profiler, work, repetitions=2) < 10
     asked, time_step, hidden = [], profiler.time_run, 0.5
 
     def timed(scheduled, host_seconds=0.0):
@@ -270,14 +271,14 @@ def test_how_much_a_host_may_compute_beside_a_step(profiler, monkeypatch):
         return 2.0 + max(0.0, host_seconds - hidden)
 
     monkeypatch.setattr(profiler, "time_run", timed)
-    assert idle_share(profiler, 2e-3, 2, 8, repetitions=2) == pytest.approx(1e-3)  # all of it is hidden
+    assert idle_share(profiler, 2e-3, work, repetitions=2) == pytest.approx(1e-3)  # all of it is hidden
     assert asked == [0.0] + [0.0, 2e-3] * 2
     hidden = 1e-3
-    assert idle_share(profiler, 2e-3, 2, 8, repetitions=2) == pytest.approx(0.5e-3)
+    assert idle_share(profiler, 2e-3, work, repetitions=2) == pytest.approx(0.5e-3)
     hidden = -1e-3  # steps get longer by more than the host's work
-    assert idle_share(profiler, 2e-3, 2, 8, repetitions=2) == 0.0
+    assert idle_share(profiler, 2e-3, work, repetitions=2) == 0.0
     with pytest.raises(ConfigError, match="do not fit the pool"):
-        idle_share(profiler, 2e-3, 2, 10**6)
+        idle_share(profiler, 2e-3, Work(contexts=(10**6,) * 2))
 
 
 def test_without_a_profile_the_costs_are_a_roofline(llm, tmp_path, caplog, monkeypatch):

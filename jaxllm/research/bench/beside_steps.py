@@ -15,18 +15,24 @@ from jaxllm.types import Request, SchedulerOutput, Swap, host_blocks_of
 _GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
-def idle_share(profiler: Profiler, seconds: float, batch: int, context: int, repetitions: int = 10) -> float:
+def idle_share(profiler: Profiler, seconds: float, work: Work, repetitions: int = 10) -> float:
     """For what share of a step's own time the host may compute beside it, without making it longer.
 
     1 where the device has processors of its own. On a CPU, whose cores do both, it is what steps leave
     idle; the rest of the host's work makes them longer by its own time. Measured with `seconds` of it before
     each step is sent, which should be more than is hidden; a Python loop of so much processor time, as a
-    scheduler's is. The steps are of `batch` sequences of `context` tokens. A mean, from 0 to 1.
+    scheduler's is. A mean, from 0 to 1.
+
+    Args:
+        profiler: whose executor runs them.
+        seconds: of the host.
+        work: of a step. Kinds of steps differ in what they leave idle.
+        repetitions: runs of steps, each without and with the host's work.
 
     Raises:
-        ConfigError: they do not fit the pool.
+        ConfigError: the work does not fit the pool.
     """
-    scheduled = profiler.schedule(Work(contexts=(context,) * batch))
+    scheduled = profiler.schedule(work)
     profiler.time_run(scheduled)
     pairs = [
         (profiler.time_run(scheduled), profiler.time_run(scheduled, seconds)) for _ in range(repetitions)
@@ -35,12 +41,12 @@ def idle_share(profiler: Profiler, seconds: float, batch: int, context: int, rep
     return min(1.0, max(0.0, (seconds - (beside - alone)) / alone))
 
 
-def sending_seconds(profiler: Profiler, batch: int, context: int, repetitions: int = 10) -> float:
+def sending_seconds(profiler: Profiler, work: Work, repetitions: int = 10) -> float:
     """Processor time that sending and reading a step takes of this thread; as `idle_share`.
 
     Every measured step has it within it, as far as the step does not hide it.
     """
-    scheduled = profiler.schedule(Work(contexts=(context,) * batch))
+    scheduled = profiler.schedule(work)
     profiler.time_run(scheduled)
     started = time.thread_time()
     for _ in range(repetitions):
