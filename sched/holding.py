@@ -22,6 +22,7 @@ class _Turn:
 
     ended_at: float
     program_arrival_time: float
+    num_tokens: int
     block_ids: list[int]
     until: float
     next_turn: Request | None = None
@@ -39,7 +40,7 @@ class Holding:
         self._turns: collections.OrderedDict[BlockName, _Turn] = collections.OrderedDict()
         self._held: dict[_Turn, None] = {}  # in the order in which they ended
         self._claimed: dict[_Turn, bool] = {}  # and whether they were held then
-        self._queue_seconds = 0.0
+        self._queue_seconds = self._lost_share = 0.0
 
     @property
     def block_ids(self) -> list[int]:
@@ -72,11 +73,12 @@ class Holding:
         found, seconds = state.pool.find(names), 0.0
         if found:
             num_tokens = len(found) * state.config.block_size
-            pools = state.pools(state.pool.num_free)
+            pools = state.pools(state.pool.num_free)._replace(lost_share=self._lost_share)
             answer = self._policy.seconds(num_tokens, self._queue_seconds, pools)
             check_seconds(self._policy, answer)
             seconds = answer or 0.0
-        turn = _Turn(now, request.program_arrival_time, found, now + seconds)
+        num_tokens = len(names) * state.config.block_size
+        turn = _Turn(now, request.program_arrival_time, num_tokens, found, now + seconds)
         self._turns[names[-1]] = turn
         self._turns.move_to_end(names[-1])
         if len(self._turns) > _MAX_REMEMBERED:
@@ -99,6 +101,8 @@ class Holding:
                 continue
             if not was_held:
                 self._queue_seconds += _NEW_SHARE * (began - request.arrival_time - self._queue_seconds)
+                lost = max(0.0, 1.0 - (request.num_cached_tokens or 0) / turn.num_tokens)
+                self._lost_share += _NEW_SHARE * (lost - self._lost_share)
             self._let_go(turn)
         for turn in [turn for turn in self._held if turn.until <= now and turn.next_turn is None]:
             self._let_go(turn)

@@ -49,6 +49,8 @@ class PoolState(NamedTuple):
             or dropped. Those that the iteration was to start before count, too.
         now: the engine's clock.
         progress: what has happened so far.
+        lost_share: of what turns of conversations went on with that was not held for them, the share that
+            was neither on the device nor on the host any more, of late.
     """
 
     num_free: int
@@ -67,3 +69,4 @@ class PoolState(NamedTuple):
     under_way: Collection[Request] = ()
     now: float = 0.0
     progress: Progress = Progress()
+    lost_share: float = 0.0

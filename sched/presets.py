@@ -18,7 +18,9 @@ from jaxllm.sched.policies import (
     EarliestDeadline,
     ExpectedGrowth,
     FairPriority,
+    FairTurns,
     FCFSPriority,
+    HoldIfLost,
     LatestArrivalVictim,
     LeastLostVictim,
     LeastRecentlyUsed,
@@ -27,6 +29,7 @@ from jaxllm.sched.policies import (
     LongestCachedPrefix,
     MoreUrgentFirst,
     MultiLevelFeedback,
+    NoHold,
     OffloadIfCheaper,
     OutrankedVictim,
     OverlapAwareResume,
@@ -104,23 +107,25 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     Against `paper` prompts ride beside decodes, at a pace that does not slow these down more than needed; it
     copies back beside the steps; as many are under way as are expected to fit device and host, by how long
     outputs get, and who loses its blocks is chosen by what that costs; what the prefix cache has no room for
-    goes to the host ahead of need where that pays, and what costs most to compute again stays there; and
-    nobody is passed over for ever. docs/results.md says what each is worth, and how it was chosen.
+    goes to the host ahead of need where that pays, and what costs most to compute again stays there; turns of
+    conversations go by what they do not find, and are held on the device where others were lost; and nobody
+    is passed over for ever. docs/results.md says what each is worth, and how it was chosen.
 
     Raises:
         ConfigError: `costs` is missing.
     """
     costs = _required("adaptive", costs)
     return SchedulerPolicy(
-        priority=FairPriority(),
+        priority=FairTurns(),
         admission=ExpectedGrowth(),
         iterations=PacedIterations(costs),
         victim=LeastLostVictim(costs),
         action=AdaptiveAction(costs),
         resume=OverlapAwareResume(costs),
-        restore=MoreUrgentFirst(FairPriority()),
+        restore=MoreUrgentFirst(FairTurns()),
         offload=OffloadIfCheaper(costs),
         retention=CostOverIdleTime(costs),
+        hold=HoldIfLost(costs),
         patience=128,
     )
 
@@ -133,6 +138,7 @@ def _ordered(priority: PriorityPolicy, costs: CostModel, margin: float | None) -
         admission=WatermarkAdmission(0.0),
         victim=LatestArrivalVictim() if margin is None else OutrankedVictim(priority, margin),
         restore=MoreUrgentFirst(priority),
+        hold=NoHold(),
         patience=1024,
     )
 

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import compare_policies
 from policies import cells, report
 
-from jaxllm.sched.policies import FairPriority, LeastUrgentVictim
-from jaxllm.sched.presets import adaptive, make_preset
+from jaxllm.sched.policies import FairPriority, LeastUrgentVictim, MoreUrgentFirst
+from jaxllm.sched.presets import make_preset
 
 
 def row(policy, setting, rate, turnaround, part="arrivals"):
@@ -77,9 +77,9 @@ def test_published_systems_copy_beside_computation_too(monkeypatch):
 
 def test_candidates_are_what_their_names_say():
     costs = compare_policies.Device("opt-13b").costs()
-    preset = adaptive(costs)
     same = cells.policy_of("fair; least urgent; urgent set", costs)
-    assert (same.priority, same.restore) == (preset.priority, preset.restore)
+    fair = FairPriority()  # the default's where nobody goes on with a conversation
+    assert (same.priority, same.restore) == (fair, MoreUrgentFirst(fair))
     assert same.victim == LeastUrgentVictim(FairPriority())  # the default's until admission by growth
     assert cells.policy_of("patience 16", costs).patience == 16
     assert cells.policy_of("decodes slowed down 1.5 times", costs).iterations.slowdown == 1.5

@@ -2,11 +2,20 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from scheduler_helpers import LinearCosts, make_request, make_scheduler, pools, take
 
 from jaxllm.errors import ConfigError, UserCodeError
-from jaxllm.sched.policies import MoreUrgentFirst, ProgramFCFS, SchedulerPolicy, TimeToLive
+from jaxllm.sched.policies import (
+    FairPriority,
+    HoldIfLost,
+    MoreUrgentFirst,
+    NoHold,
+    ProgramFCFS,
+    SchedulerPolicy,
+    TimeToLive,
+)
 from jaxllm.sched.presets import make_preset
 
 
@@ -14,10 +23,11 @@ class Fixed:
     """Holds for so long, and notes what came back."""
 
     def __init__(self, seconds):
-        self.time, self.gaps, self.asked = seconds, [], []
+        self.time, self.gaps, self.asked, self.lost = seconds, [], [], []
 
     def seconds(self, num_tokens, queue_seconds, state):
         self.asked.append((num_tokens, queue_seconds))
+        self.lost.append(state.lost_share)
         return self.time
 
     def came_back(self, seconds):
@@ -110,6 +120,20 @@ def test_conversations_go_in_the_order_of_their_first_turns():
     assert play(scheduler, 3.0) == ["r1"]
 
 
+def test_fair_turns_go_by_what_they_do_not_find():
+    costs = LinearCosts()
+    policy = dataclasses.replace(
+        make_preset("adaptive", costs), admission=make_preset("continuum", costs).admission
+    )
+    scheduler = make_scheduler(policy, enable_prefix_caching=True, num_gpu_blocks=16, max_num_seqs=1)
+    scheduler.add(request_of(0, range(20), 0.0))
+    play(scheduler, 0.0)
+    scheduler.add(request_of(1, range(50, 56), 1.0))
+    scheduler.add(request_of(2, [*range(20), 0, 7], 1.0))  # twenty of 22 are there
+    assert play(scheduler, 2.0) == ["r2"]
+    assert play(scheduler, 3.0) == ["r1"]
+
+
 def test_how_long_turns_wait_that_were_not_held_is_told():
     scheduler = after_a_turn(0.0)
     scheduler.add(request_of(1, [*range(9), 0, 1, 2, 3], 1.0))
@@ -118,6 +142,31 @@ def test_how_long_turns_wait_that_were_not_held_is_told():
     scheduler.add(request_of(2, range(50, 59), 7.0))
     play(scheduler, 7.0)
     assert scheduler.policy.hold.asked[-1] == (8, pytest.approx(0.5))
+
+
+def test_what_turns_did_not_find_that_were_not_held_is_told():
+    scheduler = after_a_turn(0.0)
+    scheduler.add(request_of(1, range(50, 78), 1.0))  # seven of eight blocks, one of these two
+    play(scheduler, 1.0)
+    scheduler.add(request_of(2, [*range(9), 0, 1, 2, 3], 2.0))
+    play(scheduler, 2.0)
+    scheduler.schedule(3.0)
+    scheduler.add(request_of(3, [*range(9), 0, 1, 2, 3, 0, 7], 3.0))  # all of it is there
+    play(scheduler, 3.0)
+    scheduler.schedule(4.0)
+    scheduler.add(request_of(4, range(80, 89), 5.0))
+    play(scheduler, 5.0)
+    scheduler.schedule(6.0)
+    assert scheduler.policy.hold.lost == pytest.approx([0.0, 0.0, 0.0, 0.05, 0.045])
+
+
+def test_a_turn_that_was_held_says_nothing_of_what_is_lost():
+    scheduler = after_a_turn(100.0)
+    scheduler._holding._lost_share = 0.5
+    scheduler.add(request_of(1, [*range(9), 0, 77], 3.0))
+    play(scheduler, 3.0)
+    scheduler.schedule(4.0)
+    assert scheduler.policy.hold.lost == [0.0, 0.5]
 
 
 def test_a_turn_that_is_given_up_may_be_sent_again():
@@ -252,6 +301,62 @@ def test_a_long_queue_makes_a_longer_time_worth_it_and_last_turns_a_shorter_one(
     for _ in range(20_000):
         policy.seconds(40, 0.0, state)  # ends nobody goes on with
     assert policy.seconds(40, 3.0, state) == 0.0
+
+
+def test_what_would_be_lost_is_held_the_longer_the_likelier():
+    shares = 0.0, 0.01, 0.2, 1.0
+    policy = HoldIfLost(LinearCosts(prefill=0.5, decode=0.0))
+    for number in range(2000):
+        policy.came_back(1.0 + number % 2 * 9.0)  # 1 or 10 s
+    times = [policy.seconds(40, 1e6, pools(num_blocks=10)._replace(lost_share=share)) for share in shares]
+    assert times == [0.0, 0.0, 1.0, 10.0]  # by 0, 0.2, 4 or 20 s of computing; 1 or 5.5 s of the pool
+
+
+def test_nothing_is_asked_of_costs_while_nothing_is_lost():
+    policy = HoldIfLost(LinearCosts(prefill=float("nan")))
+    policy.came_back(1.0)
+    assert policy.seconds(40, 1e6, pools()) == 0.0
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_the_default_holds_turns_once_others_were_lost_and_nothing_of_those_who_do_not_come_back(is_back):
+    policy = make_preset("adaptive", LinearCosts(prefill=10.0))
+    scheduler = make_scheduler(policy, enable_prefix_caching=True, num_gpu_blocks=8)
+    said = [list(range(100 * agent, 100 * agent + 9)) for agent in range(4)]  # more than eight blocks
+    num_held = []
+    for number in range(12):
+        history = said[number % 4] if is_back else list(range(100 * number, 100 * number + 13))
+        request = request_of(number, history, float(number))
+        scheduler.add(request)
+        while not request.is_finished:
+            play(scheduler, float(number))
+        scheduler.schedule(number + 0.5)
+        num_held.append(len(scheduler.held_block_ids))
+        history += [*request.output_token_ids, 1]
+    assert num_held[:4] == [0, 0, 0, 0]
+    assert (max(num_held) > 0) is is_back
+
+
+def test_the_default_decides_as_before_where_nobody_goes_on_with_a_conversation():
+    fair = FairPriority()
+    default = make_preset("adaptive", LinearCosts())
+    before = dataclasses.replace(default, priority=fair, restore=MoreUrgentFirst(fair), hold=NoHold())
+    rng = np.random.default_rng(0)
+    lengths, shared = rng.integers(1, 24, 40).tolist(), list(range(9))
+    decided = []
+    for policy in (default, before):
+        scheduler = make_scheduler(
+            policy, enable_prefix_caching=True, num_gpu_blocks=16, num_host_blocks=8, max_num_seqs=4
+        )
+        steps = []
+        for number, length in enumerate(lengths):
+            prompt = [*shared[: length % 10], *range(100 * number + 50, 100 * number + 50 + length)]
+            scheduler.add(request_of(number, prompt, float(number), num_new=1 + length % 7))
+            steps += [play(scheduler, float(number)), scheduler.num_free_blocks]
+        while scheduler.has_unfinished:
+            steps += [play(scheduler, 100.0), scheduler.num_free_blocks]
+        decided.append(steps)
+    assert decided[0] == decided[1]
 
 
 @pytest.mark.parametrize("guess", [0.0, -1.0, float("inf"), float("nan")])

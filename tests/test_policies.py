@@ -24,6 +24,7 @@ from jaxllm.sched.policies import (
     Decision,
     EarliestDeadline,
     FairPriority,
+    FairTurns,
     FCFSPriority,
     IterationState,
     LatestArrivalVictim,
@@ -90,6 +91,16 @@ def test_fair_priority_is_waiting_time_over_length():
     assert FairPriority().score(request, 10.0) == 2.0
     request.num_tokens = 16
     assert FairPriority().score(request, 10.0) == 0.5
+
+
+def test_fair_turns_is_waiting_time_over_what_a_turn_does_not_find():
+    request = make_request(2, 16)  # arrived at 2.0
+    request.num_findable_tokens = 12
+    assert FairTurns().score(request, 10.0) == FairPriority().score(request, 10.0) == 0.5
+    assert FairTurns().group(request) == FairPriority().group(request) == 16
+    request.program_arrival_time = 1.0
+    assert FairTurns().score(request, 10.0) == 2.0
+    assert FairTurns().group(request) == 4
 
 
 def test_classes_and_deadlines_go_in_the_users_order():

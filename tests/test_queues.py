@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scheduler_helpers import make_request
 
 from jaxllm.errors import KVCacheError
-from jaxllm.sched.policies import FairPriority, FCFSPriority
+from jaxllm.sched.policies import FairPriority, FairTurns, FCFSPriority
 from jaxllm.sched.queues import RequestQueue, Verdict
 
 
@@ -41,7 +41,7 @@ def visited(queue, now=0.0, **verdicts):
 
 
 @pytest.mark.parametrize(
-    "priority", [FCFSPriority(), FairPriority(), Scrambled()], ids=lambda p: type(p).__name__
+    "priority", [FCFSPriority(), FairPriority(), FairTurns(), Scrambled()], ids=lambda p: type(p).__name__
 )
 @settings(max_examples=60)
 @given(
@@ -54,6 +54,8 @@ def test_a_visit_goes_by_score_then_arrival(priority, lengths, gaps, order, wait
     requests = [
         make_request(index, length, arrival_time=sum(gaps[:index])) for index, length in enumerate(lengths)
     ]
+    for request in requests[::2]:  # a turn that finds some
+        request.program_arrival_time, request.num_findable_tokens = -1.0, request.num_tokens // 2
     added = list(requests)
     order.shuffle(added)
     queue = queue_of(added, priority)

@@ -3,7 +3,7 @@
 Who is most urgent?
     `PriorityPolicy` (`.priority`, `.orders`): `FCFSPriority`, `FairPriority`, `PriorityClasses`,
     `EarliestDeadline`, `ShortestJob`, `LeastWorkLeft`, `MultiLevelFeedback`,
-    `LongestCachedPrefix`, `ProgramFCFS`.
+    `LongestCachedPrefix`, `ProgramFCFS`, `FairTurns`.
 May this waiting request start now?
     `AdmissionPolicy` (`.admission`, `.growth`): `WatermarkAdmission`, `FullLengthAdmission`, `PastFuture`,
     `NewTokenRatio`, `FeedbackLimit`, `ExpectedGrowth`.
@@ -26,7 +26,7 @@ Which of it stays there?
     `RetentionPolicy` (`.retention`): `LeastRecentlyUsed`, `S3FIFO`, `CostOverIdleTime`,
     `Hindsight`.
 For how long does a request's KV stay on the device after its end, for the next turn?
-    `HoldPolicy` (`.holds`): `NoHold`, `TimeToLive`.
+    `HoldPolicy` (`.holds`): `NoHold`, `TimeToLive`, `HoldIfLost`.
 How long will its output be?
     `LengthPolicy` (`jaxllm.predictors.lengths`): `ValuePredictor`, `RangePredictor`, `RankPredictor`,
     `TrueLength`.
@@ -63,7 +63,7 @@ from jaxllm.sched.policies.growth import (
     NewTokenRatio,
     PastFuture,
 )
-from jaxllm.sched.policies.holds import HoldPolicy, NoHold, TimeToLive
+from jaxllm.sched.policies.holds import HoldIfLost, HoldPolicy, NoHold, TimeToLive
 from jaxllm.sched.policies.iterations import (
     IterationPolicy,
     IterationState,
@@ -92,6 +92,7 @@ from jaxllm.sched.policies.orders import (
 from jaxllm.sched.policies.priority import (
     CachePriority,
     FairPriority,
+    FairTurns,
     FCFSPriority,
     PriorityPolicy,
     ProgramFCFS,
@@ -141,10 +142,12 @@ __all__ = [
     "ExpectedGrowth",
     "FCFSPriority",
     "FairPriority",
+    "FairTurns",
     "FeedbackLimit",
     "FewestComputedVictim",
     "FullLengthAdmission",
     "Hindsight",
+    "HoldIfLost",
     "HoldPolicy",
     "IterationPolicy",
     "IterationState",

@@ -50,6 +50,7 @@ class NoHold:
         """There is nothing to learn."""
 
 
+@dataclasses.dataclass(unsafe_hash=True)
 class TimeToLive:
     """Continuum's: the time that is worth most (arXiv 2511.02230).
 
@@ -66,32 +67,62 @@ class TimeToLive:
         ConfigError: `first_guess` is not positive and finite.
     """
 
-    def __init__(self, costs: CostModel, first_guess: float = 2.0) -> None:
-        if not 0.0 < first_guess < math.inf:
-            raise ConfigError(f"first_guess={first_guess!r} must be positive and finite: seconds")
-        self._costs = costs
-        guesses = -first_guess * np.log1p(-(np.arange(_GUESSES) + 0.5) / _GUESSES)
+    costs: CostModel
+    first_guess: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.first_guess < math.inf:
+            raise ConfigError(f"first_guess={self.first_guess!r} must be positive and finite: seconds")
+        guesses = -self.first_guess * np.log1p(-(np.arange(_GUESSES) + 0.5) / _GUESSES)
         self._gaps: collections.deque[float] = collections.deque(guesses.tolist(), maxlen=_WINDOW)
         self._num_ended, self._num_back = 2.0, 1.0
 
     def seconds(self, num_tokens: int, queue_seconds: float, state: PoolState) -> float:
         """The gap, of those there were, that is worth most to wait for; 0 if none is worth anything."""
         self._num_ended += 1.0
+        benefit = self._benefit(num_tokens, queue_seconds, state)
+        if benefit <= 0.0:
+            return 0.0
         gaps = np.sort(np.array(self._gaps))
         comes = np.arange(1, len(gaps) + 1) / len(gaps) * min(1.0, self._num_back / self._num_ended)
-        num_blocks = -(-num_tokens // state.block_size)
-        again = self._costs.step_seconds(0, 0, num_tokens, 1)
-        if state.num_host_blocks:  # where it may be
-            again = min(again, self._costs.swap_in_seconds(num_blocks))
-        benefit = again + queue_seconds
-        share = num_blocks / state.num_blocks
+        share = -(-num_tokens // state.block_size) / state.num_blocks
         # Held until it comes, or the time is over: the integral of what has not come.
         held = np.cumsum(np.diff(gaps, prepend=0.0) * (1.0 - np.concatenate([[0.0], comes[:-1]])))
         worth = comes * benefit - share * held
         best = int(worth.argmax())
         return float(gaps[best]) if worth[best] > 0.0 else 0.0
 
+    def _benefit(self, num_tokens: int, queue_seconds: float, state: PoolState) -> float:
+        """Seconds that a turn saves which comes in time."""
+        again = self.costs.step_seconds(0, 0, num_tokens, 1)
+        if state.num_host_blocks:  # where it may be
+            num_blocks = -(-num_tokens // state.block_size)
+            again = min(again, self.costs.swap_in_seconds(num_blocks))
+        return again + queue_seconds
+
     def came_back(self, seconds: float) -> None:
         """Remember the gap."""
         self._gaps.append(seconds)
         self._num_back += 1.0
+
+
+class HoldIfLost(TimeToLive):
+    """Continuum's time to live (arXiv 2511.02230), counting what turns that were not held have lost.
+
+    What a turn saves that comes in time is computing its KV again, times the share of such KV that turns of
+    late found neither on the device nor on the host, and copying back the rest. While nothing is lost nothing
+    is held. The more paused conversations outgrow the pools, the more of them are held, and new requests wait
+    for room instead of driving out what is wanted next.
+
+    Unlike Continuum's it does not count waiting for room, which holding moves from some to others.
+    """
+
+    def _benefit(self, num_tokens: int, queue_seconds: float, state: PoolState) -> float:
+        lost = state.lost_share
+        if not lost:
+            return 0.0
+        again, reload = self.costs.step_seconds(0, 0, num_tokens, 1), 0.0
+        if state.num_host_blocks:
+            num_blocks = -(-num_tokens // state.block_size)
+            reload = min(again, self.costs.swap_in_seconds(num_blocks))
+        return lost * again + (1.0 - lost) * reload

@@ -105,3 +105,25 @@ class FairPriority:
     def group(self, request: Request) -> Hashable:
         """The length: at equal length the earlier arrival is always the more urgent."""
         return request.num_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class FairTurns:
+    """`FairPriority`, by what there is to compute: of a conversation's next turn only what it does not find.
+
+    So turns go before their KV is driven out. That is counted when one is queued; of any other request the
+    whole length counts, whatever it finds.
+    """
+
+    reads = ()
+    reads_cache = follows_programs = True
+
+    def score(self, request: Request, now: float) -> float:
+        """(now - first arrival) / (tokens to compute and generated), in seconds per token."""
+        return (now - request.arrival_time) / self.group(request)
+
+    def group(self, request: Request) -> int:
+        """The tokens: of as many the earlier arrival is always the more urgent."""
+        if request.program_arrival_time >= request.arrival_time:  # it goes on with none
+            return request.num_tokens
+        return max(1, request.num_tokens - request.num_findable_tokens)
