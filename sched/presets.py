@@ -108,8 +108,8 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     copies back beside the steps; as many are under way as are expected to fit device and host, by how long
     outputs get, and who loses its blocks is chosen by what that costs; what the prefix cache has no room for
     goes to the host ahead of need where that pays, and what costs most to compute again stays there; turns of
-    conversations go by what they do not find, and are held on the device where others were lost; and nobody
-    is passed over for ever. docs/results.md says what each is worth, and how it was chosen.
+    conversations are the more urgent the more they find, and are held on the device where others were lost;
+    and nobody is passed over for ever. docs/results.md says what each is worth, and how it was chosen.
 
     Raises:
         ConfigError: `costs` is missing.

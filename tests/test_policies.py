@@ -93,14 +93,16 @@ def test_fair_priority_is_waiting_time_over_length():
     assert FairPriority().score(request, 10.0) == 0.5
 
 
-def test_fair_turns_is_waiting_time_over_what_a_turn_does_not_find():
+def test_fair_turns_is_waiting_time_over_the_mean_of_a_length_and_what_a_turn_does_not_find():
     request = make_request(2, 16)  # arrived at 2.0
     request.num_findable_tokens = 12
     assert FairTurns().score(request, 10.0) == FairPriority().score(request, 10.0) == 0.5
     assert FairTurns().group(request) == FairPriority().group(request) == 16
     request.program_arrival_time = 1.0
-    assert FairTurns().score(request, 10.0) == 2.0
-    assert FairTurns().group(request) == 4
+    assert FairTurns().score(request, 10.0) == 1.0
+    assert FairTurns().group(request) == 8
+    request.num_findable_tokens = 0
+    assert FairTurns().group(request) == 16
 
 
 def test_classes_and_deadlines_go_in_the_users_order():

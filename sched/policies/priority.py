@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable
 from typing import Protocol, runtime_checkable
 
@@ -109,21 +110,23 @@ class FairPriority:
 
 @dataclasses.dataclass(frozen=True)
 class FairTurns:
-    """`FairPriority`, by what there is to compute: of a conversation's next turn only what it does not find.
+    """`FairPriority`, but a conversation's next turn is the shorter the more it finds of what went before.
 
-    So turns go before their KV is driven out. That is counted when one is queued; of any other request the
-    whole length counts, whatever it finds.
+    It counts as the geometric mean of its length and of what there is to compute of it. By the latter alone
+    turns whose KV is lost would wait for too long, by the length alone others would lose theirs meanwhile.
+    What it finds is counted when it is queued. Any other request counts whole, whatever it finds.
     """
 
     reads = ()
     reads_cache = follows_programs = True
 
     def score(self, request: Request, now: float) -> float:
-        """(now - first arrival) / (tokens to compute and generated), in seconds per token."""
+        """(now - first arrival) / (tokens that it counts as), in seconds per token."""
         return (now - request.arrival_time) / self.group(request)
 
     def group(self, request: Request) -> int:
         """The tokens: of as many the earlier arrival is always the more urgent."""
+        length = request.num_tokens
         if request.program_arrival_time >= request.arrival_time:  # it goes on with none
-            return request.num_tokens
-        return max(1, request.num_tokens - request.num_findable_tokens)
+            return length
+        return max(1, math.isqrt(length * max(1, length - request.num_findable_tokens)))
