@@ -120,7 +120,7 @@ def test_conversations_go_in_the_order_of_their_first_turns():
     assert play(scheduler, 3.0) == ["r1"]
 
 
-def test_fair_turns_go_by_what_they_do_not_find():
+def test_fair_turns_are_shorter_by_what_they_find():
     costs = LinearCosts()
     policy = dataclasses.replace(
         make_preset("adaptive", costs), admission=make_preset("continuum", costs).admission
@@ -128,8 +128,8 @@ def test_fair_turns_go_by_what_they_do_not_find():
     scheduler = make_scheduler(policy, enable_prefix_caching=True, num_gpu_blocks=16, max_num_seqs=1)
     scheduler.add(request_of(0, range(20), 0.0))
     play(scheduler, 0.0)
-    scheduler.add(request_of(1, range(50, 56), 1.0))
-    scheduler.add(request_of(2, [*range(20), 0, 7], 1.0))  # twenty of 22 are there
+    scheduler.add(request_of(1, range(50, 60), 1.0))
+    scheduler.add(request_of(2, [*range(20), 0, 7], 1.0))  # twenty of 22 are there: the root of 22 x 2
     assert play(scheduler, 2.0) == ["r2"]
     assert play(scheduler, 3.0) == ["r1"]
 
