@@ -5,11 +5,11 @@
 Loads MODEL, plays traces on the real engine in a pool too small for them, measures its costs between the
 runs (as `jaxllm profile` does), and simulates each trace with the distilled profile. On a CPU, whose cores do
 both, an iteration is longer by what the host took from it: the processor time of the engine's thread in the
-real runs, less what it had in a step of the profile, and less what the step leaves idle, which is measured as
-a share of its time (`idle_share` in `jaxllm.research.bench.beside_steps`). All simulated seconds are
-multiplied with one factor: one more trace, which is not compared, is played under the first preset between
-the others, and has to take as long simulated as its median. The engine runs ahead, as it does for its users.
-Of each preset are printed
+real runs, less what it had in a step of the profile, and less what its kind of step leaves idle, which is
+measured as a share of its time (`idle_share` in `jaxllm.research.bench.beside_steps`). All simulated seconds
+are multiplied with one factor: as many traces more, which are not compared, are played under the first preset
+between the others, and the factor is the median of their real seconds over the simulated ones. The engine runs
+ahead, as it does for its users. Of each preset are printed
 
     error   simulated / real seconds - 1: median and range over the traces, real being the mean of two runs
     noise   real seconds of one run / of the other, on the same trace, - 1: median of its size, and range
@@ -379,9 +379,9 @@ def main(argv: list[str] | None = None) -> None:
             seed=seed,
             name="validation",
         )
-        for seed in range(args.seed, args.seed + args.repetitions + 1)
+        for seed in range(args.seed, args.seed + 2 * args.repetitions)
     ]
-    *traces, spare = traces
+    traces, spares = traces[: args.repetitions], traces[args.repetitions :]
     prompts_of_step, decodes = (args.prompt_len,) * 2, (args.prompt_len,) * args.max_num_seqs
     work: dict[CostKind, Work] = {
         "decode": Work(contexts=decodes),
@@ -396,17 +396,17 @@ def main(argv: list[str] | None = None) -> None:
     runs: dict[str, list[list[Run]]] = {preset: [] for preset in presets}
     predicted: list[CostModel] = []
     measured: list[Host] = []
-    of_spare: list[Run] = []
+    of_spares: list[list[Run]] = []
     others = OthersShare()
-    for turn, trace in enumerate(traces):
+    for turn, (trace, spare) in enumerate(zip(traces, spares, strict=True)):
         print(f"trace {turn + 1} of {args.repetitions}: {RUNS} runs of each preset", file=sys.stderr)
         costs = profiler.costs_of(profiler.profile(samples, profiler.fit(samples, is_brief=True)))
         predicted.append(costs)
         measured.append({kind: host_work(profiler, one) for kind, one in work.items()})
-        for of_preset in runs.values():
-            of_preset.append([])
+        for found in (*runs.values(), of_spares):
+            found.append([])
         jobs = [(preset, trace, of_preset[-1]) for preset, of_preset in runs.items()]
-        jobs = [*jobs, (presets[0], spare, of_spare)] * RUNS
+        jobs = [*jobs, (presets[0], spare, of_spares[-1])] * RUNS
         for preset, played, found in order.sample(jobs, len(jobs)):
             for kind, more in profiler.samples(seconds, at_least=0).items():
                 samples[kind] += more
@@ -420,11 +420,14 @@ def main(argv: list[str] | None = None) -> None:
             f"beside {of_kind.profiled * 1e3:.2f} ms a {kind} step the host may work for "
             f"{of_kind.idle_share:.0%} of its time"
         )
-    unscaled = simulated_run(
-        presets[0], spare, config, predicted[-1], EngineCosts(device, host, on_host(of_spare))
-    )
-    seconds_of_spare = [run.result.seconds for run in of_spare]
-    factor = statistics.median(seconds_of_spare) / unscaled.seconds  # the machine may be slow for a while
+    ratios_of_spares = [
+        statistics.fmean(run.result.seconds for run in of_spare)
+        / simulated_run(
+            presets[0], spare, config, costs, EngineCosts(device, host, on_host(of_spare))
+        ).seconds
+        for spare, of_spare, costs in zip(spares, of_spares, predicted, strict=True)
+    ]
+    factor = statistics.median(ratios_of_spares)  # the machine may be slow for a while
     print(f"simulated seconds are multiplied with {factor:.3f}")
     rows: list[dict[str, Any]] = []
     for preset, of_traces in runs.items():
@@ -447,7 +450,7 @@ def main(argv: list[str] | None = None) -> None:
         "model": name,
         "profile_errors": {kind: report["test"] for kind, report in profile.errors.items()},
         "factor": factor,
-        "factor_seconds": seconds_of_spare,
+        "factors": ratios_of_spares,
         "host": {kind: of_kind._asdict() for kind, of_kind in host.items()},
         "rows": rows,
         "verdicts": pairs,
