@@ -8,8 +8,8 @@ both, an iteration is longer by what the host took from it: the processor time o
 real runs, less what it had in a step of the profile, and less what its kind of step leaves idle, which is
 measured as a share of its time (`idle_share` in `jaxllm.research.bench.beside_steps`). All simulated seconds
 are multiplied with one factor: as many traces more, which are not compared, are played under the first preset
-between the others, and the factor is the median of their real seconds over the simulated ones. The engine runs
-ahead, as it does for its users. Of each preset are printed
+between the others, and the factor is the median of their real seconds over the simulated ones. The engine
+runs ahead, as it does for its users. Of each preset are printed
 
     error   simulated / real seconds - 1: median and range over the traces, real being the mean of two runs
     noise   real seconds of one run / of the other, on the same trace, - 1: median of its size, and range
@@ -85,9 +85,9 @@ Host = Mapping[CostKind, HostWork]
 
 
 def host_of(measured: Sequence[Host]) -> Host:
-    """The means of what was measured several times."""
+    """The medians of what was measured several times."""
     return {
-        kind: HostWork(*map(statistics.fmean, zip(*(of[kind] for of in measured), strict=True)))
+        kind: HostWork(*map(statistics.median, zip(*(of[kind] for of in measured), strict=True)))
         for kind in measured[0]
     }
 
