@@ -33,23 +33,29 @@ class Holding:
 
     A turn goes on with the request whose last full block it begins with, be it still there or not. Of several
     that do, such as samples of one prompt, the first is waited for.
+
+    Attributes:
+        turns: what has ended, by the name of its last full block. While there is none nobody is recognised.
+        held: in the order in which they ended.
+        claimed: those whose next turn is there, and whether they were held then. While there are neither of
+            these nothing is to be settled.
     """
 
     def __init__(self, state: SchedulerState, policy: HoldPolicy) -> None:
         self._state, self._policy = state, watched(policy)
-        self._turns: collections.OrderedDict[BlockName, _Turn] = collections.OrderedDict()
-        self._held: dict[_Turn, None] = {}  # in the order in which they ended
-        self._claimed: dict[_Turn, bool] = {}  # and whether they were held then
+        self.turns: collections.OrderedDict[BlockName, _Turn] = collections.OrderedDict()
+        self.held: dict[_Turn, None] = {}
+        self.claimed: dict[_Turn, bool] = {}
         self._queue_seconds = self._lost_share = 0.0
 
     @property
     def block_ids(self) -> list[int]:
         """All that are held, with repeats."""
-        return [block_id for turn in self._held for block_id in turn.block_ids]
+        return [block_id for turn in self.held for block_id in turn.block_ids]
 
     def recognise(self, request: Request) -> None:
         """See whether a new request goes on with one that has ended."""
-        found = (self._turns.get(name) for name in reversed(self._state.findable(request)))
+        found = (self.turns.get(name) for name in reversed(self._state.findable(request)))
         turn = next((turn for turn in found if turn is not None), None)
         if turn is None:
             return
@@ -57,10 +63,10 @@ class Holding:
         if turn.next_turn is None:
             self._policy.came_back(max(0.0, request.arrival_time - turn.ended_at))
             turn.next_turn = request
-            self._claimed[turn] = turn in self._held
+            self.claimed[turn] = turn in self.held
 
     def keep(self, request: Request, now: float) -> None:
-        """Hold the blocks of a request that has ended, if it is worth that.
+        """Hold the blocks of a request that has ended with a full one, if it is worth that.
 
         Raises:
             ConfigError: the policy answers with what is no time.
@@ -68,8 +74,6 @@ class Holding:
         state = self._state
         num_known = request.num_known_tokens - 1  # the last token's KV is not computed
         names = state.learn_names(request, num_known)[: num_known // state.config.block_size]
-        if not names:
-            return
         found, seconds = state.pool.find(names), 0.0
         if found:
             num_tokens = len(found) * state.config.block_size
@@ -79,23 +83,23 @@ class Holding:
             seconds = answer or 0.0
         num_tokens = len(names) * state.config.block_size
         turn = _Turn(now, request.program_arrival_time, num_tokens, found, now + seconds)
-        self._turns[names[-1]] = turn
-        self._turns.move_to_end(names[-1])
-        if len(self._turns) > _MAX_REMEMBERED:
-            self._turns.popitem(last=False)
+        self.turns[names[-1]] = turn
+        self.turns.move_to_end(names[-1])
+        if len(self.turns) > _MAX_REMEMBERED:
+            self.turns.popitem(last=False)
         if seconds > 0.0:
             state.pool.acquire(found)
-            self._held[turn] = None
+            self.held[turn] = None
 
     def settle(self, now: float) -> None:
         """Let go of what nobody came for in time, of what its next turn holds, and of what others need."""
-        for turn, was_held in list(self._claimed.items()):
+        for turn, was_held in list(self.claimed.items()):
             request = turn.next_turn
             assert request is not None
             began = request.metrics.first_scheduled_time
             if began is None and self._state.live.get(request.request_id) is request:
                 continue
-            del self._claimed[turn]
+            del self.claimed[turn]
             if began is None:  # it was refused or given up, and may be sent again
                 turn.next_turn = None
                 continue
@@ -104,17 +108,17 @@ class Holding:
                 lost = max(0.0, 1.0 - (request.num_cached_tokens or 0) / turn.num_tokens)
                 self._lost_share += _NEW_SHARE * (lost - self._lost_share)
             self._let_go(turn)
-        for turn in [turn for turn in self._held if turn.until <= now and turn.next_turn is None]:
+        for turn in [turn for turn in self.held if turn.until <= now and turn.next_turn is None]:
             self._let_go(turn)
-        if self._held and (num_missing := self._num_needed() - self._state.pool.num_free) > 0:
+        if self.held and (num_missing := self._num_needed() - self._state.pool.num_free) > 0:
             self._make_room(num_missing)
 
     def forget(self) -> None:
         """Hold nothing, and know nobody who ended."""
-        for turn in list(self._held):
+        for turn in list(self.held):
             self._let_go(turn)
-        self._turns.clear()
-        self._claimed.clear()
+        self.turns.clear()
+        self.claimed.clear()
 
     def _num_needed(self) -> int:
         """Free blocks without which not all who run can go on, or else not the first that is queued."""
@@ -129,13 +133,13 @@ class Holding:
     def _make_room(self, num_blocks: int) -> None:
         """Give up those whose time is over first, until so many more blocks are free."""
         enough = self._state.pool.num_free + num_blocks
-        for turn in sorted(self._held, key=lambda turn: turn.until):
+        for turn in sorted(self.held, key=lambda turn: turn.until):
             if self._state.pool.num_free >= enough:
                 return
             self._let_go(turn)
 
     def _let_go(self, turn: _Turn) -> None:
         """No longer hold it, if it is held."""
-        if turn in self._held:
-            del self._held[turn]
+        if turn in self.held:
+            del self.held[turn]
             self._state.pool.release(turn.block_ids)

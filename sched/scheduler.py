@@ -219,7 +219,7 @@ class Scheduler:
         self.config.check_fits(request)
         if self._length is not None:
             request.predicted_tokens = self._predicted_tokens(request)
-        if self._holding is not None:
+        if self._holding is not None and self._holding.turns:
             self._holding.recognise(request)
         state.queue(request)
         state.live[request_id] = request
@@ -278,7 +278,7 @@ class Scheduler:
         state.settle(copies, now)
         if self._read_ahead is not None:
             self._read_ahead.settle(copies.read, now)
-        if self._holding is not None:
+        if self._holding is not None and (self._holding.claimed or self._holding.held):
             self._holding.settle(now)
         self.is_planning = True
         try:
@@ -427,7 +427,8 @@ class Scheduler:
         for learner in self._learners:
             with self.faults:
                 learner.ended(request, is_whole=not is_cut)
-        if has_ended and self._holding is not None:
+        has_blocks = request.num_known_tokens > self.config.block_size  # the last token's KV is not computed
+        if has_ended and has_blocks and self._holding is not None:
             with self.faults:
                 self._holding.keep(request, self._state.host.now)
 

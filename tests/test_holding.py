@@ -94,8 +94,8 @@ def test_the_next_turn_finds_what_was_held_and_ends_the_hold():
     play(scheduler, 3.0)
     assert following.num_cached_tokens == 8
     play(scheduler, 3.5)
-    assert sorted(scheduler.held_block_ids) == sorted(next(iter(scheduler._holding._held)).block_ids)
-    assert len(scheduler._holding._held) == 1  # its own; the first's went when it began
+    assert sorted(scheduler.held_block_ids) == sorted(next(iter(scheduler._holding.held)).block_ids)
+    assert len(scheduler._holding.held) == 1  # its own; the first's went when it began
 
 
 def test_those_who_run_go_before_those_who_come_back():

@@ -344,9 +344,7 @@ class Newest:
 
 
 def test_a_class_alone_changes_one_answer_as_everywhere():
-    runs = [
-        simulate(**(SMALL | {"policy": {"mine": given}})).runs[0].figures for given in (Newest, Newest())
-    ]
+    runs = [simulate(**(SMALL | {"policy": {"mine": given}})).runs[0].figures for given in (Newest, Newest())]
     assert runs[0] == runs[1]
 
 
