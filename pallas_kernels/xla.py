@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from jaxllm.pallas_kernels.kv_layout import layout_of
+from jaxllm.pallas_kernels.varying import varying_as
 
 _DECODE_PAIR_BYTES = 64 * 1024
 _PREFILL_KV_BLOCKS = 8
@@ -191,8 +192,7 @@ def write_kv(
         return lax.platform_dependent(pool, cpu=branch, default=select)
 
     areas = pool.reshape(*pool.shape[:4], -1)
-    # No tokens at all: a loop's carry must vary over the devices of a `shard_map` as what is written does.
-    areas = lax.dynamic_update_slice(areas, pieces[0][0][:0, None], (slots.sum(), 0, 0, 0, 0))
+    areas = varying_as(areas, k, v, slots)
     return lax.fori_loop(0, k.shape[0], body, areas).reshape(pool.shape)
 
 

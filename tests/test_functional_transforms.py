@@ -168,12 +168,36 @@ def test_rows_over_devices(tmp_path):
             several = jax.jit(split)(params, tokens)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), several, one)
 
+        lengths = np.full(4, 12)
+
+        def sampled(scale, params=params, edit=None):
+            key = jax.random.fold_in(jax.random.key(0), (8 * scale[0]).astype(int))
+            made = F.generate(params, config, tokens, lengths, 3, key, temperature=scale[0], edit=edit)
+            return made.tokens
+
+        scales = np.array([0.5, 1.0], np.float32)
+        for one in (
+            sampled,
+            lambda scale: sampled(scale, jax.tree.map(lambda x: x * scale[0], params)),
+            lambda scale: sampled(scale, edit=lambda layer, x: x * scale[0]),
+        ):
+            split = jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+            whole = [jax.jit(one)(scale) for scale in np.split(scales, 2)]
+            np.testing.assert_array_equal(jax.jit(split)(scales), np.concatenate(whole))
+
         mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
         rows = jax.device_put(tokens, jax.NamedSharding(mesh, P("data")))
         try:
             F.logits(params, config, rows)
         except ConfigError as error:
             assert "tokens is sharded by P('data', None) over axes of type Explicit" in str(error), error
+        else:
+            raise AssertionError("no error")
+        try:
+            by_row = jax.device_put(np.full(4, 0.5, np.float32), jax.NamedSharding(mesh, P("data")))
+            F.generate(params, config, tokens, lengths, 3, jax.random.key(0), temperature=by_row)
+        except ConfigError as error:
+            assert "temperature is sharded by P('data',) over axes of type Explicit" in str(error), error
         else:
             raise AssertionError("no error")
         with jax.set_mesh(mesh):

@@ -75,13 +75,13 @@ def checked_params(params: Params, config: ModelConfig) -> Params:
             f"{config.architecture} configuration: pass all that load_params(folder, config) returns"
         )
     for name, weight in params.items():
-        _check_sharding(f"params[{name!r}]", weight)
+        check_sharding(f"params[{name!r}]", weight)
     if any(isinstance(weight, np.ndarray) for weight in params.values()):
         return {name: jnp.asarray(weight) for name, weight in params.items()}
     return params
 
 
-def _check_sharding(name: str, array: Any) -> None:
+def check_sharding(name: str, array: Any) -> None:
     """Refuse arrays whose type says how they lie on a mesh: operations here do not say how results are to."""
     spec = jax.typeof(array).sharding.spec if isinstance(array, jax.Array) else ()
     if any(axes is not None for axes in spec):
@@ -166,7 +166,7 @@ def integers(name: str, value: Any, num_dims: int) -> Any:
             f"{name} of shape {found.shape} and dtype {found.dtype} must be "
             f"{'[B, L]' if num_dims == 2 else '[B]'}, integers"
         )
-    _check_sharding(name, found)
+    check_sharding(name, found)
     return found
 
 
@@ -190,7 +190,7 @@ def parts_of(cache: Any) -> tuple[jax.Array, jax.Array]:
             f"cache={shown(cache, 60)} must be a KVCache, with a pool and block_tables: make it with "
             "init_cache(config, batch_size, max_len)"
         )
-    _check_sharding("cache.pool", pool)
+    check_sharding("cache.pool", pool)
     return pool, tables
 
 

@@ -20,6 +20,7 @@ from jaxllm.functional.checks import (
     check_key,
     check_positions,
     check_range,
+    check_sharding,
     check_sizes,
     checked_edit,
     checked_params,
@@ -32,6 +33,7 @@ from jaxllm.functional.paged import KVCache, init_cache, ragged_prefill
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.layers import Edit
 from jaxllm.pallas_kernels.settings import under_jax_defaults
+from jaxllm.pallas_kernels.varying import varying_as
 from jaxllm.sampling.param_checks import MAX_LOGIT_BIAS
 
 _MAX_TEMPERATURE = 1e6
@@ -107,7 +109,9 @@ def generate(
             raise RequestError(
                 f"{name} {np.shape(value)} must be a number, or one for each row [{batch_size}]"
             )
+        check_sharding(name, value)
         check_range(name, value, low, high)
+    check_sharding("key", key)
     if not jnp.issubdtype(jnp.result_type(top_k), jnp.integer):
         raise RequestError(f"top_k={shown(top_k)} must be an integer, or one for each row")
     if isinstance(eos_token_ids, Iterable) and not is_known(*eos_token_ids):
@@ -171,7 +175,12 @@ def _generated(
 
     inputs = ragged_prefill(cache.block_tables, tokens, lengths, jnp.zeros_like(lengths))
     state, outputs = step(DeviceState(cache.pool, history), slot_params, None, inputs)
-    carry = state, lengths, is_end(outputs.sampled.tokens), jnp.int32(1)
+    first = outputs.sampled.tokens
+
+    def varying(state: DeviceState) -> DeviceState:  # as sampled tokens do, which steps write into it
+        return DeviceState(varying_as(state.pool, first), varying_as(state.history, first))
+
+    carry = varying(state), varying_as(lengths, first), is_end(first), jnp.int32(1)
 
     def unfinished(carry: tuple[DeviceState, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         return (carry[3] < most) & ~jnp.all(carry[2])
@@ -183,7 +192,7 @@ def _generated(
         kv_lengths = jnp.where(done, kv_lengths, kv_lengths + 1)
         inputs = DecodeInputs(rows, jnp.where(done, 0, kv_lengths), cache.block_tables)
         state, outputs = step(state, slot_params, inputs, None)
-        return state, kv_lengths, done | is_end(outputs.sampled.tokens), count + 1
+        return varying(state), kv_lengths, done | is_end(outputs.sampled.tokens), count + 1
 
     state, kv_lengths, _, _ = lax.while_loop(unfinished, body, carry)
     new_lengths = kv_lengths - lengths + 1

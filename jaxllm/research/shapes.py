@@ -90,8 +90,9 @@ def read_model(model: Model, dtype: str, asked: Formats) -> Read:
     asked.check()
     asked = asked._replace(kv_cache_dtype=kv_dtype_of("kv_cache_dtype", asked.kv_cache_dtype))
     dtype = dtype_of("dtype", dtype)
-    if hasattr(model, "to_dict") and not isinstance(model, type):
-        model = model.to_dict()
+    to_dict = getattr(model, "to_dict", None)
+    if callable(to_dict) and not isinstance(model, type):
+        model = to_dict()
     if isinstance(model, Mapping):
         called = model.get("_name_or_path") or model.get("model_type") or "model"
         return _read_config(dict(model), None, str(called), dtype, asked)

@@ -30,6 +30,7 @@ from jaxllm.research.workloads.seeding import Stream, generator
 from jaxllm.research.workloads.topics import TopicOutputs
 
 _NUM_PROMPTS = 1000
+_OUTPUT_LEN = 128
 Lengths = UniformLengths | LognormalLengths | int | str | tuple[int, int]
 """Tokens of prompts or outputs: to draw from, a number, or a range."""
 
@@ -49,7 +50,7 @@ class Load:
         dataset: str | PromptDataset | None,
         num_prompts: int | None,
         input_len: Lengths | None,
-        output_len: Lengths,
+        output_len: Lengths | None,
         arrivals: ArrivalProcess | str | None,
         rate: float | None,
         closed: int | None,
@@ -64,7 +65,8 @@ class Load:
                 "drop one"
             )
         self._dataset = dataset or "chatbot" if input_len is None else _lengths("input_len", input_len)
-        self._count, self._outputs = num_prompts, _lengths("output_len", output_len)
+        self._count = num_prompts
+        self._outputs = _lengths("output_len", _OUTPUT_LEN if output_len is None else output_len)
         self._trace: Trace | None = None
         self._is_resampled = False
         if isinstance(trace, str | os.PathLike):
@@ -76,11 +78,20 @@ class Load:
                 "trace must be a Trace, the path of a file of one, or None for one that is drawn, got "
                 f"{shown(trace)}"
             )
+        drawn = {"dataset": dataset, "input_len": input_len, "output_len": output_len}
+        if trace is not None and (given := [name for name, value in drawn.items() if value is not None]):
+            raise ConfigError(f"trace has lengths: drop {given[0]}, or drop trace")
         if reading and not isinstance(trace, str | os.PathLike):
             raise ConfigError(
-                f"{', '.join(reading)}: of a trace's file, and trace names none; name one, or leave it out"
+                f"{', '.join(reading)} says how a trace's file is read, and trace names none: name one, or "
+                "leave it out"
             )
         if self._trace is not None and num_prompts is not None:
+            if num_prompts > len(self._trace):
+                raise ConfigError(
+                    f"num_prompts={num_prompts}: trace {self._trace.name!r} has {len(self._trace)} requests; "
+                    "ask for as many at most, or leave it out for all of them"
+                )
             self._trace = self._trace.head(num_prompts)
 
     def draws(self, seeds: Sequence[int]) -> list[Trace]:
@@ -215,6 +226,8 @@ def _lengths(name: str, given: Any) -> Any:
     if len(bounds) != 2:
         raise ConfigError(f"{name}={shown(given)} must be a length, or a range of them, such as '64:512'")
     shortest, longest = (check_integer(name, bound, 1, MAX_LEN) for bound in bounds)
+    if shortest > longest:
+        raise ConfigError(f"{name}={shown(given)} must be a range whose first length is not above its last")
     return UniformLengths(shortest=shortest, longest=longest)
 
 

@@ -42,6 +42,7 @@ _MAX_SEEDS = 1000
 _OF_LOAD = ("path", "limit", "seed", "name", "max_len")  # of `load_trace`, and have other words here
 _RENAMED = {"num_gpu_blocks": "gpu_blocks", "num_host_blocks": "host_blocks", "policies": "policy"}
 _RENAMED |= {"scheduler_policy": "policy", "enable_prefix_caching": "prefix_caching", "seed": "seeds"}
+_RENAMED |= {"clip": "too_long", "skip": "too_long"}
 """What `LLM` calls them, or this did once."""
 Policy = str | SchedulingPolicy | Callable[[CostModel], SchedulingPolicy]
 _P = ParamSpec("_P")
@@ -262,7 +263,7 @@ def simulate(
     dataset: str | PromptDataset | None = None,
     num_prompts: int | None = None,
     input_len: Lengths | None = None,
-    output_len: Lengths = 128,
+    output_len: Lengths | None = None,
     arrivals: ArrivalProcess | str | None = None,
     rate: float | None = None,
     closed: int | None = None,
@@ -303,7 +304,7 @@ def simulate(
         num_prompts: how many requests; None is 1,000, or all of a trace.
         input_len: in place of a dataset, tokens of prompts: a number; a range, "64:512" or (64, 512); or
             lengths to draw from.
-        output_len: without a trace, tokens of outputs, likewise.
+        output_len: without a trace, tokens of outputs, likewise; None is 128.
         arrivals: when requests come: a process, or what `parse_arrivals` reads; None is all at once, or as
             the trace says. In place of it:
         rate: requests a second: a recorded trace is stretched in time, and what has no times, or is drawn,
@@ -348,6 +349,8 @@ def simulate(
         link=link,
         tensor_parallel=tensor_parallel,
     )
+    if not isinstance(prefix_caching, bool | None):
+        raise ConfigError(f"prefix_caching={shown(prefix_caching)} must be True, False or None")
     if not isinstance(overlap_swaps, bool):
         raise ConfigError(f"overlap_swaps={shown(overlap_swaps)} must be True or False")
     drafts, draft_costs = SimulatedDrafts.of(speculative_config), None
