@@ -481,7 +481,7 @@ def test_a_bound_process_computes_on_its_slice(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-workers=2", "x"], "add --ray"),
+        (["--num-workers=2", "x"], "--num-workers does nothing without --ray"),
         (["--ray", "x"], "--ray is for data sets"),
         (["--ray", "--input=a.jsonl"], "where answers go"),
         (["--ray", "--input=a.jsonl", "--output=b", "--compile-report"], "of one engine"),
