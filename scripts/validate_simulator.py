@@ -85,9 +85,9 @@ Host = Mapping[CostKind, HostWork]
 
 
 def host_of(measured: Sequence[Host]) -> Host:
-    """The means of what was measured several times."""
+    """The medians of what was measured several times."""
     return {
-        kind: HostWork(*map(statistics.fmean, zip(*(of[kind] for of in measured), strict=True)))
+        kind: HostWork(*map(statistics.median, zip(*(of[kind] for of in measured), strict=True)))
         for kind in measured[0]
     }
 
