@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm.pallas_kernels.kv_layout import layout_of
+from jaxllm.pallas_kernels.varying import varying_as
 
 _MASKED = -1e30
 
@@ -62,7 +63,7 @@ def prefill_attention(
         return jnp.where(is_inside[:, None, None], found[0], out), None
 
     sequences = key, value, query_starts[:-1], query_starts[1:], lengths, is_used
-    return lax.scan(add, jnp.zeros_like(q), sequences)[0]
+    return lax.scan(add, varying_as(jnp.zeros_like(q), *sequences), sequences)[0]
 
 
 def write_kv(

@@ -9,11 +9,10 @@ from jax import lax
 def varying_as(x: jax.Array, *others: jax.Array) -> jax.Array:
     """The same array, of a type that varies over the devices wherever one of `others` does.
 
-    Nothing of them is written into it, and compiled programs have no trace of this. The functions that JAX
-    has for it changed between its versions.
+    All have at least one dimension. Nothing of them is written into it, and compiled programs have no trace
+    of this. The functions that JAX has for it changed between its versions.
     """
-    rows = x.reshape(1) if x.ndim == 0 else x
     for other in others:
-        nothing = other.reshape(-1)[:0].astype(x.dtype).reshape(0, *rows.shape[1:])
-        rows = lax.dynamic_update_slice(rows, nothing, (0,) * rows.ndim)
-    return rows.reshape(x.shape)
+        nothing = other[:0].astype(x.dtype).reshape(0, *x.shape[1:])
+        x = lax.dynamic_update_slice(x, nothing, (0,) * x.ndim)
+    return x

@@ -81,10 +81,12 @@ def decode_attention(
             out,
         )
 
-    # Like what is read: under `shard_map` a loop's carry must vary over the devices from the start.
-    acc = jnp.zeros_like(queries[0])
-    stats = jnp.zeros_like(acc[..., 0])
-    start = (first_row, jnp.zeros_like(first_row), stats, stats, acc, jnp.zeros_like(queries))
+    stats = jnp.zeros((num_kv_heads, group), jnp.float32)
+    acc = jnp.zeros((num_kv_heads, group, head_dim), jnp.float32)
+    sums = (
+        varying_as(x, q, pool, block_tables, lengths) for x in (stats, stats, acc, jnp.zeros_like(queries))
+    )
+    start = (first_row, jnp.zeros_like(first_row), *sums)
     out = lax.fori_loop(0, num_steps.sum(), body, start)[-1]
     return out.reshape(num_rows, num_q_heads, head_dim).astype(q.dtype)
 
@@ -115,6 +117,9 @@ def prefill_attention(
     next_seq, first_seq = _next_busy(num_tiles)
     # Tiles start at any row: a tile of padding keeps the last slice from being clamped.
     queries = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
+
+    def varying(x: jax.Array) -> jax.Array:
+        return varying_as(x, q, pool, block_tables, query_starts, lengths)
 
     def tile_body(_: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         seq, index, out = carry
@@ -147,9 +152,9 @@ def prefill_attention(
             acc = acc * decay[..., None] + _dot("hqt,htd->hqd", weights, value)
             return peak, total, acc
 
-        stats = jnp.zeros_like(query[..., 0])
-        start = (stats + _MASKED, stats, jnp.zeros_like(query))
-        _, total, acc = lax.fori_loop(0, -(-kv_limit // step_tokens), kv_body, start)
+        stats = jnp.zeros((num_kv_heads, group * tile), jnp.float32)
+        start = (varying(x) for x in (stats + _MASKED, stats, jnp.zeros_like(query)))
+        _, total, acc = lax.fori_loop(0, -(-kv_limit // step_tokens), kv_body, tuple(start))
         result = (acc / total[..., None]).reshape(num_kv_heads, group, tile, head_dim)
         result = result.transpose(2, 0, 1, 3).reshape(tile, num_q_heads, head_dim)
         result = jnp.where((rows < query_lens[seq])[:, None, None], result, 0.0)
@@ -158,7 +163,7 @@ def prefill_attention(
         is_last = index + 1 >= num_tiles[seq]
         return jnp.where(is_last, next_seq[seq], seq), jnp.where(is_last, 0, index + 1), out
 
-    start = (first_seq, jnp.zeros_like(first_seq), jnp.zeros_like(queries))
+    start = (first_seq, jnp.zeros_like(first_seq), varying(jnp.zeros_like(queries)))
     return lax.fori_loop(0, num_tiles.sum(), tile_body, start)[-1][:num_tokens]
 
 

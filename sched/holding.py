@@ -82,13 +82,14 @@ class Holding:
             check_seconds(self._policy, answer)
             seconds = answer or 0.0
         num_tokens = len(names) * state.config.block_size
-        turn = _Turn(now, request.program_arrival_time, num_tokens, found, now + seconds)
+        held = found if seconds > 0.0 else []
+        turn = _Turn(now, request.program_arrival_time, num_tokens, held, now + seconds)
         self.turns[names[-1]] = turn
         self.turns.move_to_end(names[-1])
         if len(self.turns) > _MAX_REMEMBERED:
             self.turns.popitem(last=False)
-        if seconds > 0.0:
-            state.pool.acquire(found)
+        if held:
+            state.pool.acquire(held)
             self.held[turn] = None
 
     def settle(self, now: float) -> None:

@@ -121,6 +121,22 @@ class EngineCosts:
         return self._factor * self._costs.swap_in_seconds(num_blocks)
 
 
+def work_of_steps(config: SchedulerConfig, prompt_len: int) -> dict[CostKind, Work]:
+    """A step of each kind, of prompts as long as fit and as many sequences as there may be."""
+    num_seqs = config.max_num_seqs
+    num_prompts = min(2, num_seqs // 2)
+    most = (config.max_num_batched_tokens - num_seqs) // num_prompts
+    prompts: dict[str, tuple[int, ...]] = {
+        "lengths": (max(1, min(prompt_len, most)),) * num_prompts,
+        "starts": (0,) * num_prompts,
+    }
+    return {
+        "decode": Work(contexts=(prompt_len,) * num_seqs),
+        "prefill": Work(**prompts),
+        "mixed": Work(contexts=(prompt_len,) * (num_seqs - num_prompts), **prompts),
+    }
+
+
 def host_work(profiler: Profiler, work: Work) -> HostWork:
     """Measured here."""
     return HostWork(idle_share(profiler, HOST_SECONDS, work), sending_seconds(profiler, work))
@@ -282,9 +298,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if unknown := sorted(set(args.presets) - known):
         parser.error(f"--presets: there is no {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     counts = (args.requests, args.prompt_len, args.output_len, args.max_num_seqs, args.gpu_blocks)
-    if min(*counts, args.host_blocks) < 1 or args.repetitions < 2:
+    if min(*counts, args.host_blocks) < 1 or min(args.repetitions, args.max_num_seqs) < 2:
         parser.error(
-            "numbers of requests, tokens, sequences and blocks must be at least 1, --repetitions at least 2"
+            "numbers of requests, tokens and blocks must be at least 1, --repetitions and --max-num-seqs at "
+            "least 2"
         )
     if args.from_json is not None and (args.plot is None or not args.from_json.is_file()):
         parser.error(f"--from-json {args.from_json}: name a file that is there, and --plot")
@@ -382,12 +399,7 @@ def main(argv: list[str] | None = None) -> None:
         for seed in range(args.seed, args.seed + 2 * args.repetitions)
     ]
     traces, spares = traces[: args.repetitions], traces[args.repetitions :]
-    prompts_of_step, decodes = (args.prompt_len,) * 2, (args.prompt_len,) * args.max_num_seqs
-    work: dict[CostKind, Work] = {
-        "decode": Work(contexts=decodes),
-        "prefill": Work(lengths=prompts_of_step, starts=(0, 0)),
-        "mixed": Work(contexts=decodes[2:], lengths=prompts_of_step, starts=(0, 0)),
-    }
+    work = work_of_steps(config, args.prompt_len)
     for preset in ("vllm", "vllm_swap_both"):  # warm-up: every program, and both ways to preempt
         replay(llm, traces[0].head(min(2 * args.max_num_seqs, args.requests)), config, make_preset(preset))
     samples = profiler.samples(0.0)  # enough for a first fit

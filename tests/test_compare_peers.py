@@ -82,6 +82,11 @@ def test_text_is_made_tokens_of_once(tmp_path):
     workload = get_workload(path, **options, tokenizer=str(demo_model_path()))
     assert len(workload.prompts[0]) > 2
     assert workload.prompts[1] == [1, 2]
+    for option in ({"too_long": "clip"}, {"benchmark": 1}):
+        with pytest.raises(
+            ConfigError, match=r"holds prompts, and (clip|benchmark) is of traces: leave it out"
+        ):
+            get_workload(path, **options, tokenizer=str(demo_model_path()), **option)
 
 
 def test_traces_are_workloads(tmp_path):

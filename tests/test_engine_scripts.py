@@ -16,7 +16,9 @@ import validate_simulator
 from sweep.report import Place
 
 from jaxllm.engine.profiling import Profiler
+from jaxllm.predictors.base import step_kind
 from jaxllm.research.intervals import ratio_interval
+from jaxllm.sched.config import SchedulerConfig
 
 OPTIONS = ["--requests", "8", "--gpu-blocks", "12", "--host-blocks", "12", "--max-num-seqs", "4"]
 OPTIONS += ["--profile-seconds", "1"]
@@ -111,6 +113,17 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     told = r"(beside [\d.]+ ms a \w+ step the host may work for \d+% of its time\n){3}"
     told += r".* multiplied with ([\d.]+)\nvllm: "
     assert float(re.match(told, printed)[2]) == pytest.approx(report["factor"], abs=6e-4)
+
+
+@pytest.mark.parametrize(("num_seqs", "prompt_len"), [(2, 100), (3, 8), (16, 64), (32, 48), (64, 24)])
+def test_work_of_each_kind_fits_a_step(num_seqs, prompt_len):
+    limits = {"num_gpu_blocks": 999, "block_size": 4, "max_model_len": 256, "max_num_batched_tokens": 128}
+    config = SchedulerConfig(max_num_seqs=num_seqs, **limits)
+    work = validate_simulator.work_of_steps(config, prompt_len)
+    for kind, one in work.items():
+        assert step_kind(len(one.contexts), sum(one.lengths)) == kind
+        assert len(one.contexts) + len(one.lengths) <= num_seqs
+        assert len(one.contexts) + sum(one.lengths) <= 128
 
 
 def test_a_step_is_longer_by_what_the_host_does_beyond_the_profiles_own_and_what_the_step_leaves_idle():

@@ -172,8 +172,25 @@ def test_rows_over_devices(tmp_path):
 
         def sampled(scale, params=params, edit=None):
             key = jax.random.fold_in(jax.random.key(0), (8 * scale[0]).astype(int))
-            made = F.generate(params, config, tokens, lengths, 3, key, temperature=scale[0], edit=edit)
+            made = F.generate(
+                params, config, tokens, lengths, 3, key, temperature=scale[0], top_k=9, top_p=0.9, edit=edit
+            )
             return made.tokens
+
+        filled, _ = F.prefill(
+            params, config, F.init_cache(config, 4, 16), tokens, lengths, implementation="reference"
+        )
+
+        def continued(scale, implementation):
+            cache = F.KVCache(filled.pool * scale[0], filled.block_tables)
+            cache, scores = F.decode(
+                params, config, cache, tokens[:, 0], lengths + 1, implementation=implementation
+            )
+            more = F.prefill(
+                params, config, cache, tokens[:, :2], np.full(4, 2), cached=lengths + 1,
+                implementation=implementation,
+            )[1]
+            return scores, more
 
         scales = np.array([0.5, 1.0], np.float32)
         for one in (
@@ -184,22 +201,36 @@ def test_rows_over_devices(tmp_path):
             split = jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
             whole = [jax.jit(one)(scale) for scale in np.split(scales, 2)]
             np.testing.assert_array_equal(jax.jit(split)(scales), np.concatenate(whole))
+        whole = [jax.jit(continued, static_argnums=1)(one, "reference") for one in np.split(scales, 2)]
+        for implementation in ("xla", "native", "reference"):
+            split = jax.shard_map(
+                lambda scale: continued(scale, implementation),
+                mesh=mesh, in_specs=P("data"), out_specs=P("data"),
+            )
+            for several, *expected in zip(jax.jit(split)(scales), *whole):
+                np.testing.assert_allclose(several, np.concatenate(expected), rtol=2e-4, atol=1e-5)
 
         mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
         rows = jax.device_put(tokens, jax.NamedSharding(mesh, P("data")))
-        try:
-            F.logits(params, config, rows)
-        except ConfigError as error:
-            assert "tokens is sharded by P('data', None) over axes of type Explicit" in str(error), error
-        else:
-            raise AssertionError("no error")
-        try:
-            by_row = jax.device_put(np.full(4, 0.5, np.float32), jax.NamedSharding(mesh, P("data")))
-            F.generate(params, config, tokens, lengths, 3, jax.random.key(0), temperature=by_row)
-        except ConfigError as error:
-            assert "temperature is sharded by P('data',) over axes of type Explicit" in str(error), error
-        else:
-            raise AssertionError("no error")
+        by_row = jax.device_put(np.full(4, 0.5, np.float32), jax.NamedSharding(mesh, P("data")))
+        mask = jax.device_put(np.ones((4, 12), np.float32), jax.NamedSharding(mesh, P("data")))
+        for name, call in (
+            ("tokens", lambda: F.logits(params, config, rows)),
+            ("mask", lambda: F.loss(params, config, tokens, mask)),
+            (
+                "temperature",
+                lambda: F.generate(
+                    params, config, tokens, lengths, 3, jax.random.key(0), temperature=by_row
+                ),
+            ),
+        ):
+            try:
+                call()
+            except ConfigError as error:
+                assert str(error).startswith(name + " is sharded by P('data'"), error
+                assert "over axes of type Explicit: call the function inside" in str(error), error
+            else:
+                raise AssertionError("no error")
         with jax.set_mesh(mesh):
             inside = jax.sharding.auto_axes(
                 lambda p, t: F.logits(p, config, t), out_sharding=P("data")

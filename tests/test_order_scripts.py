@@ -74,6 +74,14 @@ def test_decisions_of_every_system_are_timed(monkeypatch):
         assert (f"decision of action, {preset}" in names) == (questions > 0)
 
 
+@pytest.mark.parametrize("preset", ["vllm_v1", "adaptive"])
+def test_iterations_that_preempt_are_timed(preset):
+    """However shy a preset is to fill the pool, and whomever it preempts."""
+    timing = bench_scheduler.bench_preempting(preset, 256, 2)
+    assert (timing.iteration, timing.running, timing.repetitions) == (f"preempting, {preset}", 256, 2)
+    assert 0 < timing.preempted <= 16
+
+
 def test_fewer_bytes_of_kv_serve_more(tmp_path, capsys):
     """In pools of the same bytes; on an A100, of which no attention over float8 was measured."""
     options = [

@@ -22,6 +22,7 @@ from jax import lax
 
 from jaxllm.executor.slot_params import Sampling, SlotParams
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.varying import varying_as
 from jaxllm.sampling.logits_processors import LogitsProcessor, LogitsRows
 from jaxllm.sampling.param_checks import MAX_LOGPROBS
 
@@ -290,7 +291,8 @@ def _largest(holds: Callable[[jax.Array], jax.Array], num_rows: int) -> jax.Arra
                 largest = jnp.where(holds(number(larger)), larger, largest)
             return largest
 
-        return number(lax.fori_loop(0, 32 // num_bits, settle, jnp.full(num_rows, -(2**31), jnp.int32)))
+        lowest = jnp.full(num_rows, -(2**31), jnp.int32)
+        return number(lax.fori_loop(0, 32 // num_bits, settle, varying_as(lowest, holds(number(lowest)))))
 
     # GPUs try three numbers in one pass, which takes them less than starting two.
     return lax.platform_dependent(cpu=lambda: search(1), default=lambda: search(2))

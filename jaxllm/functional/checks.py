@@ -69,13 +69,12 @@ def checked_params(params: Params, config: ModelConfig) -> Params:
                 f"params[{name!r}] is {shown(weight, 60)}, and must be an array, as load_params(folder, "
                 "config) returns; where some are trained apart, join them before: {**frozen, **trained}"
             )
+        check_sharding(f"params[{name!r}]", weight)
     if lacking := sorted(_names(config) - params.keys()):
         raise WeightsError(
             f"params lack {', '.join(lacking[:8])}{', ...' if len(lacking) > 8 else ''} of the "
             f"{config.architecture} configuration: pass all that load_params(folder, config) returns"
         )
-    for name, weight in params.items():
-        check_sharding(f"params[{name!r}]", weight)
     if any(isinstance(weight, np.ndarray) for weight in params.values()):
         return {name: jnp.asarray(weight) for name, weight in params.items()}
     return params
@@ -139,6 +138,7 @@ def checked_edit(edit: Edit | None) -> Edit | None:
 
 def _array(name: str, value: Any) -> Any:
     """One of JAX's or NumPy's as it is, what NumPy can make one of as that."""
+    check_sharding(name, value)
     if isinstance(value, jax.Array | np.ndarray):
         return value
     try:
@@ -166,7 +166,6 @@ def integers(name: str, value: Any, num_dims: int) -> Any:
             f"{name} of shape {found.shape} and dtype {found.dtype} must be "
             f"{'[B, L]' if num_dims == 2 else '[B]'}, integers"
         )
-    check_sharding(name, found)
     return found
 
 

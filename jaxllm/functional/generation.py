@@ -178,7 +178,7 @@ def _generated(
     first = outputs.sampled.tokens
 
     def varying(state: DeviceState) -> DeviceState:  # as sampled tokens do, which steps write into it
-        return DeviceState(varying_as(state.pool, first), varying_as(state.history, first))
+        return state._replace(pool=varying_as(state.pool, first), history=varying_as(state.history, first))
 
     carry = varying(state), varying_as(lengths, first), is_end(first), jnp.int32(1)
 

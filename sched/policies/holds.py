@@ -94,11 +94,15 @@ class TimeToLive:
 
     def _benefit(self, num_tokens: int, queue_seconds: float, state: PoolState) -> float:
         """Seconds that a turn saves which comes in time."""
+        again, reload = self._again(num_tokens, state)
+        return (min(again, reload) if state.num_host_blocks else again) + queue_seconds  # where it may be
+
+    def _again(self, num_tokens: int, state: PoolState) -> tuple[float, float]:
+        """Seconds of computing KV again, and of copying it back, which is 0 where there is no host memory."""
         again = self.costs.step_seconds(0, 0, num_tokens, 1)
-        if state.num_host_blocks:  # where it may be
-            num_blocks = -(-num_tokens // state.block_size)
-            again = min(again, self.costs.swap_in_seconds(num_blocks))
-        return again + queue_seconds
+        if not state.num_host_blocks:
+            return again, 0.0
+        return again, self.costs.swap_in_seconds(-(-num_tokens // state.block_size))
 
     def came_back(self, seconds: float) -> None:
         """Remember the gap."""
@@ -121,8 +125,5 @@ class HoldIfLost(TimeToLive):
         lost = state.lost_share
         if not lost:
             return 0.0
-        again, reload = self.costs.step_seconds(0, 0, num_tokens, 1), 0.0
-        if state.num_host_blocks:
-            num_blocks = -(-num_tokens // state.block_size)
-            reload = min(again, self.costs.swap_in_seconds(num_blocks))
-        return lost * again + (1.0 - lost) * reload
+        again, reload = self._again(num_tokens, state)
+        return lost * again + (1.0 - lost) * min(again, reload)

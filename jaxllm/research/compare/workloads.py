@@ -143,6 +143,10 @@ def get_workload(
         names = ", ".join(PROMPT_LENGTHS)
         raise ConfigError(f"workload {name_or_path!r} is neither a file nor one of {names}")
     workload = _prompts_of(path, tokenizer)
+    if workload is not None and (reading or too_long != "raise"):
+        raise ConfigError(
+            f"{str(path)!r} holds prompts, and {next(iter(reading), too_long)} is of traces: leave it out"
+        )
     if workload is None:
         fits: dict[str, Any] = {"max_len": max_len, "too_long": too_long}
         workload = _of_trace(path, num_requests, vocab_size, seed, tokenizer, fits | reading)
