@@ -64,7 +64,7 @@ class Processes:
 
     def __init__(self, folder):
         self.files = [Part(folder, rank) for rank in range(3)]
-        self.transfers = [FileTransfers(files, MOST_WRITING, PATIENCE) for files in self.files]
+        self.transfers = [FileTransfers(files, MOST_WRITING, PATIENCE).open() for files in self.files]
         self.reporters = {rank: Reporter(self.transfers[rank]) for rank in FOLLOWERS}
         self.is_lost, self.is_silent, self.handles = False, False, iter(range(100))
         self.agreed = AgreedFiles(self.transfers[0], self)

@@ -1,5 +1,6 @@
 """KV blocks as files: bits, limits, damage, and processes that are killed or share a folder."""
 
+import builtins
 import errno
 import gc
 import json
@@ -37,7 +38,7 @@ FILE_BYTES = 24 + 16 + 16 + 24 * 4  # header, checksum, tokens, numbers
 
 
 def keep(folder, fingerprint="a model", shape=SHAPE, dtype="float32", max_bytes=PLENTY):
-    return BlockFiles(Path(folder), fingerprint, shape, np.dtype(dtype), max_bytes)
+    return BlockFiles(Path(folder), fingerprint, shape, np.dtype(dtype), max_bytes).open()
 
 
 def block_of(number, shape=SHAPE, dtype="float32"):
@@ -653,7 +654,7 @@ CHILD = textwrap.dedent("""
         return np.frombuffer(np.random.default_rng(number).bytes(4 * size), np.float32)
 
     def keep(folder, size, max_bytes):
-        return BlockFiles(Path(folder), "a model", (size,), np.dtype("float32"), max_bytes)
+        return BlockFiles(Path(folder), "a model", (size,), np.dtype("float32"), max_bytes).open()
 """)
 
 
@@ -909,6 +910,49 @@ def test_what_hung_is_not_written_as_what_begins_anew(tmp_path, monkeypatch):
     assert [name in keep(tmp_path) for name in NAMES[:2]] == [True, True]
     assert [name in keep(tmp_path, "other weights") for name in NAMES[:2]] == [False, False]
     transfers.close()
+
+
+@pytest.mark.parametrize("call", ["mkdir", "scandir", "open", "stat"])
+def test_a_folder_that_hangs_ends_the_start_and_not_what_begins_anew(tmp_path, monkeypatch, call):
+    """Whatever it is that the mount does not answer to."""
+    folder, gate = tmp_path / "kv", threading.Event()
+    keep(folder).write(NAMES[0], block_of(0))
+    transfers = FileTransfers(keep(folder), most_writing=4, patience=0.05)
+    real = {"open": open} if call == "open" else {call: getattr(os, call)}
+
+    def hangs(path, *args, **kwargs):
+        if not isinstance(path, int) and str(path).startswith(str(folder)):
+            gate.wait()
+        return real[call](path, *args, **kwargs)
+
+    monkeypatch.setattr(builtins if call == "open" else os, call, hangs)
+    files = BlockFiles(folder, "others", (2, 3), np.dtype(np.float32), 10**6)
+    with pytest.raises(ConfigError, match=r"kv' is to hold KV blocks and does not answer: nothing .* 0\.1 s"):
+        FileTransfers(files, most_writing=4).open(patience=0.1)
+    transfers.begin_anew("other weights")
+    transfers.begin_anew("still others")
+    gate.set()
+    until(lambda: transfers._writer.is_idle)
+    assert [path.name for path in folder.iterdir() if path.is_dir()]
+    transfers.close()
+
+
+def test_a_folder_that_takes_long_is_waited_for(tmp_path, monkeypatch):
+    files = keep(tmp_path)
+    for name, number in zip(NAMES, range(4), strict=False):
+        files.write(name, block_of(number))
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: time.sleep(0.02) or scandir(path))
+    anew = FileTransfers(files.anew(files.fingerprint), most_writing=4)
+    assert anew.open(patience=0.5)._files.believes_in(NAMES[0])
+    anew.close()
+
+
+def test_what_is_wrong_with_a_folder_is_raised_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    files = BlockFiles(tmp_path / "file", "a model", (2,), np.dtype(np.float32), 10**6)
+    with pytest.raises(ConfigError, match="choose a folder that can be made"):
+        FileTransfers(files, most_writing=4).open()
 
 
 def test_what_fails_of_writing_is_said_and_the_rest_is_written():

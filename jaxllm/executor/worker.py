@@ -297,7 +297,7 @@ class Worker:
         pool = self._placement.local_part(self._state.pool)
         fingerprint = self._of_part(fingerprint)
         files = BlockFiles(folder, fingerprint, pool.shape[1:], np.dtype(pool.dtype), max_bytes)
-        self.transfers = FileTransfers(files, most_writing)
+        self.transfers = FileTransfers(files, most_writing).open()
         return files
 
     def _of_part(self, fingerprint: str) -> str:

@@ -23,9 +23,9 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -82,8 +82,7 @@ class BlockFiles:
             that is lost, for whoever puts a queue here and empties it.
 
     Raises:
-        ConfigError: an argument is invalid, `folder` cannot be made, or its blocks of this fingerprint are
-            said to be others.
+        ConfigError: an argument is invalid.
     """
 
     def __init__(
@@ -111,16 +110,34 @@ class BlockFiles:
         self.changes: collections.deque[tuple[str, bool]] | None = None
         self._changed: set[str] | None = None  # paths that a scan which is under way may have missed
         self._warned: set[object] = set()
+        self._note_progress: Callable[[], object] = bool
+
+    def open(self, note_progress: Callable[[], object] = bool) -> Self:
+        """Make the folder, and see what is in it; before that nothing is believed in.
+
+        Args:
+            note_progress: called again and again while that takes.
+
+        Raises:
+            ConfigError: the folder cannot be made, or its blocks of this fingerprint are said to be others.
+        """
+        self._note_progress = note_progress
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"KV blocks cannot be kept in {str(folder)!r} ({error}); choose a folder that can be made"
+                f"KV blocks cannot be kept in {str(self.folder)!r} ({error}); "
+                "choose a folder that can be made"
             ) from error
         self._check_about()
         self._rescan()
         with self._lock:
             self._make_room(0)
+        return self
+
+    def anew(self, fingerprint: str) -> BlockFiles:
+        """Those of another fingerprint in the same folder, not yet opened."""
+        return BlockFiles(self.folder, fingerprint, self.shape, self.dtype, self.max_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -310,6 +327,7 @@ class BlockFiles:
         while self._num_bytes + self._num_reserved + size > self.max_bytes:
             if not self._oldest:
                 return False
+            self._note_progress()
             used_ns, _, path = heapq.heappop(self._oldest)
             file = self._files.get(path)
             if file is None or file.used_ns != used_ns:
@@ -372,6 +390,7 @@ class BlockFiles:
         for place in self._entries(folder, _FIRST_BYTE):
             self._remove_temporary(place.path)
             for entry in self._entries(place.path, _FILE_NAME):
+                self._note_progress()
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
@@ -385,6 +404,7 @@ class BlockFiles:
 
     def _entries(self, folder: str, pattern: re.Pattern[str]) -> list[os.DirEntry[str]]:
         """What is in a folder under such names; nothing if it is no folder."""
+        self._note_progress()
         try:
             with os.scandir(folder) as entries:
                 return [entry for entry in entries if pattern.fullmatch(entry.name)]

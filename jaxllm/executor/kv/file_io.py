@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -13,16 +14,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import jax
 import numpy as np
 
+from jaxllm.errors import ConfigError
 from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.sched.cache.names import BlockName
 from jaxllm.types import Read, piece_sizes
 
 PATIENCE_SECONDS = 5.0
 """How long files may do nothing at all before nobody waits for them any more."""
+PATIENCE_AT_START_SECONDS = 30.0
+"""The same for a folder that nobody has looked at yet: some are mounted by being looked at."""
 _SECONDS_TO_LOOK = 0.05
 
 _logger = logging.getLogger(__name__)
@@ -72,6 +77,33 @@ class FileTransfers:
         self._looker.submit(lambda: found.append(name in self._files))
         self._looker.wait(lambda: bool(found), _SECONDS_TO_LOOK)
         return found == [True]
+
+    def open(self, patience: float = PATIENCE_AT_START_SECONDS) -> Self:
+        """See what is in the folder, which may take long; a disk that does nothing is given up.
+
+        Raises:
+            ConfigError: it does nothing for `patience` seconds; and see `BlockFiles.open`.
+        """
+        found: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def look() -> None:
+            try:
+                self._files.open(self._writer.note_progress)
+            except BaseException as error:
+                found.set_exception(error)
+            else:
+                found.set_result(None)
+
+        self._writer.submit(look)
+        while not found.done():
+            self._writer.wait(found.done, _SECONDS_TO_LOOK)
+            if self._writer.stuck_seconds > patience and not found.done():
+                raise ConfigError(
+                    f"{str(self._files.folder)!r} is to hold KV blocks and does not answer: nothing came of "
+                    f"it for {patience:g} s; see whether its disk or mount hangs, or choose another folder"
+                )
+        found.result()
+        return self
 
     def watch(self) -> collections.deque[tuple[str, bool]]:
         """Digests of blocks, in hex, and whether they are there: first those that are, then what changes.
@@ -163,16 +195,16 @@ class FileTransfers:
     def begin_anew(self, fingerprint: str) -> None:
         """Know none of the blocks any more; keep those to come under a fingerprint that ends with this run.
 
-        Raises:
-            ConfigError: see `BlockFiles`.
+        Waits for no disk that does nothing: the folder is looked at when it goes on.
         """
         self.cancel_reads()
         self.flush()
         if self._is_passing:
-            self._files.clear()
+            self._writer.submit(self._files.clear)
         old, self._is_passing = self._files, True
-        self._files = BlockFiles(old.folder, fingerprint, old.shape, old.dtype, old.max_bytes)
-        self._files.changes, old.changes = old.changes, None
+        self._files = files = old.anew(fingerprint)
+        files.changes, old.changes = old.changes, None
+        self._writer.submit(lambda: files.open(self._writer.note_progress))
 
     def close(self) -> None:
         """Write what is under way, and let go of the threads."""
@@ -249,7 +281,12 @@ class _Worker:
     @property
     def is_stuck(self) -> bool:
         """Whether it has something to do, and has got nowhere with it for as long as one waits."""
-        return self._num_left > 0 and time.monotonic() - self._moved_at > self._patience
+        return self.stuck_seconds > self._patience
+
+    @property
+    def stuck_seconds(self) -> float:
+        """How long it has got nowhere with what it has to do; 0 if that is nothing."""
+        return time.monotonic() - self._moved_at if self._num_left else 0.0
 
     def submit(self, task: Callable[[], object]) -> None:
         """Do this after what was submitted before; what it raises is logged, once for each kind of error."""
