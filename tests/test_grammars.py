@@ -211,6 +211,15 @@ def test_memory_and_time_of_a_fork_are_bounded(work, code):
     assert ran.stdout == f"{{'died': {-code}}}\n"
 
 
+def test_a_process_gives_way_to_the_engine_and_is_not_interrupted_with_it(compiled):
+    """In a session of its own it would have as much of the processors as the engine, however nice it is."""
+    compiled.get(StructuredOutputsParams(regex="give way"))
+    (process,) = compiled._made[1]._idle
+    assert os.getsid(process.pid) == os.getsid(0)
+    assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+
+
 def test_processes_end_with_what_they_serve(tokenizer):
     several = Grammars(tokenizer, VOCAB_SIZE, {tokenizer.eos_token_id})
     several.get(StructuredOutputsParams(regex="a"))

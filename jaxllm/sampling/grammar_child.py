@@ -39,6 +39,7 @@ MAX_CPU_SECONDS = 5
 MAX_BYTES = 2**30
 """Memory of one grammar."""
 _NICENESS = 10
+"""Among the processes of a session: Linux shares out processors by session first (autogroup)."""
 _NUM_STEPS = 8  # tokens of the walk
 _SECONDS_TO_LOOK_UP = 0.2  # after which it is asked whether there is a parent
 

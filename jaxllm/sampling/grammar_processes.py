@@ -96,7 +96,7 @@ class GrammarProcesses:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the parent
+                process_group=0,  # Ctrl-C is for the parent; see `_NICENESS` for why it is no session
             )
         except OSError as error:
             raise TryAgainError(
