@@ -50,7 +50,7 @@ def running_server(
                 env={name: value for name, value in os.environ.items() if name != API_KEYS_VARIABLE},
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C is ours to handle
+                process_group=0,  # Ctrl-C is ours to handle; sessions of their own would share processors by halves
             )
             log = _Log(process)
         if not log.said.wait(start_timeout):
