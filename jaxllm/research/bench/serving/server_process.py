@@ -50,7 +50,9 @@ def running_server(
                 env={name: value for name, value in os.environ.items() if name != API_KEYS_VARIABLE},
                 text=True,
                 errors="replace",
-                process_group=0,  # Ctrl-C is ours to handle; sessions of their own would share processors by halves
+                # Ctrl-C is ours to handle. Linux shares out processors by session first: with one of its own
+                # a server and its client would wait for each other.
+                process_group=0,
             )
             log = _Log(process)
         if not log.said.wait(start_timeout):
