@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 PYTHON_NEXT ?= python3.12
 VENV_NEXT ?= .venv-next
 TEST_JOBS ?= 2
-OTHER_TESTS := clients cluster combinations devices gpu_compile page parity processes
+OTHER_TESTS := clients combinations devices gpu_compile on_ray page parity processes
 
 .PHONY: help demo test test-next test-devices test-processes test-combinations test-page test-cluster test-parity test-clients test-gpu-compile lint check docs bench soak reproduce clean
 
@@ -94,7 +94,7 @@ test-clients: $(VENV)/.installed-clients
 	$(PYTEST) tests/clients
 
 test-cluster: $(VENV)/.installed-ray
-	$(PYTEST) tests/cluster
+	$(PYTEST) tests/on_ray
 
 test-parity: $(VENV)/.installed-parity
 	TEST_XLA=default $(PYTEST) tests/parity

@@ -3,11 +3,17 @@
 import gc
 import os
 import signal
+import sys
 import tempfile
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# What tests have in common is here, and in tests of other rooms; some are of scripts.
+_HERE = Path(__file__).resolve().parent
+sys.path += [str(one) for one in (_HERE, *_HERE.iterdir(), _HERE.parent / "scripts") if any(one.glob("*.py"))]
 
 # Tiny models spend their time in the compiler, not in the code it makes. Parity compiles as users do.
 _FLAGS = ["--xla_backend_optimization_level=0"]
