@@ -43,7 +43,9 @@ def settings_of(config: EngineConfig) -> dict[str, str]:
     names = [field.name for field in dataclasses.fields(config) if field.name not in _OF_EACH]
     has_folder = config.prefix_cache_dir is not None
     settings = {name: repr(getattr(config, name)) for name in names}
-    return {**settings, "prefix_cache_dir": "a folder of its own" if has_folder else "None"}
+    precision = repr(jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
+    files = "a folder of its own" if has_folder else "None"
+    return {**settings, "prefix_cache_dir": files, "jax_default_matmul_precision": precision}
 
 
 def lead(config: EngineConfig, params: Mapping[str, Any] | None) -> Leader:

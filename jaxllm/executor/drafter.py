@@ -63,6 +63,7 @@ class CompiledAhead(abc.ABC, Generic[_Key]):
         self._compiled: dict[_Key, jax.stages.Compiled] = {}
         self._failure: Exception | None = None
         self._is_closed, self._is_done = False, threading.Event()
+        self._precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
         WorkingThread(target=self._work, name="jaxllm-compile-draft").start()
 
     @abc.abstractmethod
@@ -101,7 +102,8 @@ class CompiledAhead(abc.ABC, Generic[_Key]):
             for key in self._keys:
                 if self._is_closed or is_interpreter_exiting():
                     return
-                self._compiled[key] = self.lower(key).compile()
+                with jax.default_matmul_precision(self._precision):
+                    self._compiled[key] = self.lower(key).compile()
         except Exception as error:
             self._failure = error
         finally:

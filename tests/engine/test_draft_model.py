@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import Scripted, make_llm, run
@@ -20,7 +22,7 @@ from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.executor import memory
 from jaxllm.executor.draft_model import DraftModel
 from jaxllm.executor.draft_programs import ModelCore
-from jaxllm.executor.drafter import DraftTimes
+from jaxllm.executor.drafter import CompiledAhead, DraftTimes
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.policies.speculation import AsProposed, ByCost, IterationRows
 from jaxllm.sched.scheduler import Scheduler
@@ -31,6 +33,21 @@ MOST = 8
 TARGET, OTHER = golden_checkpoint("llama_gqa"), golden_checkpoint("qwen3")
 PROMPTS = [[5, 9, 33, 7, 8, 21, 90], [1], list(range(2, 45)), [100, 3] * 9, [64, 65, 66], [11] * 30]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def test_programs_that_draft_are_compiled_with_the_precision_of_whoever_makes_them():
+    class Some(CompiledAhead):
+        def lower(self, key):
+            dots = jax.jit(lambda x: x @ x).lower(jnp.ones((2, 2)))
+            found.append("precision = [HIGHEST" in dots.as_text())
+            return dots
+
+    for precision in ("default", "highest"):
+        found = []
+        with jax.default_matmul_precision(precision):
+            made = Some([1])
+        made.wait()
+        assert found == [precision == "highest"]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 
@@ -333,6 +334,13 @@ def test_each_process_names_a_folder_of_its_own_or_none_does():
     none = settings_of(EngineConfig(**asked))
     assert one == other
     assert {name for name in one if one[name] != none[name]} == {"prefix_cache_dir"}
+
+
+def test_processes_multiply_with_one_precision():
+    plain = settings_of(EngineConfig(nnodes=2, tensor_parallel_size=2))
+    with jax.default_matmul_precision("highest"):
+        other = settings_of(EngineConfig(nnodes=2, tensor_parallel_size=2))
+    assert {name for name in plain if plain[name] != other[name]} == {"jax_default_matmul_precision"}
 
 
 def test_weights_of_each_process_tell_files_apart():
