@@ -6,7 +6,6 @@ the other three ops are parts of it. Rows that are not in use cost nothing.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from jaxllm.pallas_kernels.kv_layout import layout_of
 from jaxllm.pallas_kernels.native.pages import use_huge_pages as use_huge_pages
 from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, RowsShape, Shape
 from jaxllm.pallas_kernels.native.targets import register, why_not_callable
+from jaxllm.pallas_kernels.varying import varying_as
 
 LANES = 16
 """Numbers of a vector, of which heads and blocks must be multiples."""
@@ -332,7 +332,20 @@ def prepare(group: int, head_dim: int, dtype: str, *, is_gated: bool, products: 
             _loading.release()
 
 
-_ffi_call = functools.partial(jax.ffi.ffi_call, vmap_method="sequential")
+def _ffi_call(target: str, results: Any, **options: Any) -> Callable[..., Any]:
+    """What calls a handler. Results vary over devices where arguments do: `jax.shard_map` is told."""
+    call = jax.ffi.ffi_call(target, results, vmap_method="sequential", **options)
+
+    def called(*arguments: Any) -> Any:
+        found = call(*arguments)
+        if not jax.sharding.get_abstract_mesh().manual_axes:
+            return found
+        arrays = [one for one in arguments if isinstance(one, jax.Array)]
+        return jax.tree.map(lambda x: varying_as(x, *arrays), found)
+
+    return called
+
+
 _loading = threading.Lock()  # compiling a shape twice would take seconds
 _known: set[Shape] = set()
 

@@ -129,9 +129,9 @@ def test_models_side_by_side(model, tokens):
 def test_rows_over_devices(tmp_path):
     """Two devices, which a process has to be started with."""
     code = f"""
-        import jax, numpy as np
+        import jax, jax.numpy as jnp, numpy as np
         from jax.sharding import AxisType, PartitionSpec as P
-        from jaxllm import functional as F
+        from jaxllm import functional as F, pallas_kernels
         from jaxllm.errors import ConfigError
         from jaxllm.loading import load_params
         from jaxllm.models.config import config_from_dict, read_hf_config
@@ -167,6 +167,22 @@ def test_rows_over_devices(tmp_path):
             )
             several = jax.jit(split)(params, tokens)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), several, one)
+
+        queries, pool = jnp.ones((4, 2, 16)), jnp.ones((4, 1, 2, 2, 16, 16))
+        tables, lengths = jnp.arange(4)[:, None], jnp.full(4, 3)
+        for implementation in ("xla", "native", "reference"):
+            attend = lambda q: pallas_kernels.decode_attention(
+                q, pool, tables[:2], lengths[:2], layer=0, scale=1.0, implementation=implementation
+            )
+            split = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+            np.testing.assert_allclose(jax.jit(split)(queries), np.ones_like(queries), atol=1e-6)
+            alike = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P())
+            try:
+                jax.eval_shape(alike, queries)
+            except ValueError as error:
+                assert "replicated" in str(error) or "vary" in str(error), error
+            else:
+                raise AssertionError("of " + implementation + " all devices are said to have the same rows")
 
         lengths = np.full(4, 12)
 
