@@ -69,7 +69,8 @@ def decode_attention(
     _check_attention(q, pool, layer)
     _check_decodes(q.shape[0], block_tables, lengths)
     backend, options = _backend(implementation, q.shape[1], pool, window, soft_cap)
-    return backend.decode_attention(q, pool, block_tables, lengths, layer=layer, scale=scale, **options)
+    arrays = _arrays(q, pool, block_tables, lengths)
+    return backend.decode_attention(*arrays, layer=layer, scale=scale, **options)
 
 
 @under_jax_defaults
@@ -120,9 +121,8 @@ def prefill_attention(
     num_seqs = jnp.asarray(num_seqs, jnp.int32)
     _check_prompts(block_tables, query_starts, lengths, num_seqs)
     backend, options = _backend(implementation, q.shape[1], pool, window, soft_cap)
-    return backend.prefill_attention(
-        q, pool, block_tables, query_starts, lengths, num_seqs, layer=layer, scale=scale, **options
-    )
+    arrays = _arrays(q, pool, block_tables, query_starts, lengths, num_seqs)
+    return backend.prefill_attention(*arrays, layer=layer, scale=scale, **options)
 
 
 @under_jax_defaults
@@ -157,7 +157,7 @@ def write_kv(
     """
     _check_new(pool, k, v, slot_mapping, layer)
     backend, _ = _backend(implementation, k.shape[1], pool)
-    return backend.write_kv(pool, k, v, slot_mapping, layer=layer)
+    return backend.write_kv(*_arrays(pool, k, v, slot_mapping), layer=layer)
 
 
 @under_jax_defaults
@@ -211,6 +211,7 @@ def attend(
         _check_prompts(*prompts)
     backend, options = _backend(implementation, num_q_heads, pool, window, soft_cap)
     options |= {"layer": layer, "scale": scale}
+    qkv, rope, pool, slot_mapping, decode, prompts = _arrays(qkv, rope, pool, slot_mapping, decode, prompts)
     if hasattr(backend, "attend"):
         return backend.attend(qkv, rope, pool, slot_mapping, decode, prompts, **options)
     if hasattr(backend, "rotate_and_write"):
@@ -226,6 +227,12 @@ def attend(
     if decoded is None or prefilled is None:
         return pool, prefilled if decoded is None else decoded  # type: ignore[return-value]
     return pool, prefilled.at[: decoded.shape[0]].add(decoded)  # either is 0 in the other's rows
+
+
+def _arrays(*given: Any) -> tuple[Any, ...]:
+    """JAX's of what may be numpy's, once it is known to be of a dtype that JAX has."""
+    found: tuple[Any, ...] = jax.tree.map(jnp.asarray, given)
+    return found
 
 
 def default_implementation() -> str:

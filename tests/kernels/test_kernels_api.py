@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxllm import pallas_kernels
@@ -37,6 +38,21 @@ ATTEND = {
     "layer": 0,
     "scale": 1.0,
 }
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", None])
+def test_arrays_may_be_of_numpy(implementation):
+    lengths = jnp.array([5, 0, 17], jnp.int32)
+    prompts = DECODE["block_tables"], jnp.array([0, 2, 2, 5], jnp.int32), lengths, jnp.int32(3)
+    slots = jnp.array([3, -1, 20, 21, 40], jnp.int32)
+    for op, arguments in (
+        (pallas_kernels.decode_attention, {**DECODE, "lengths": lengths}),
+        (pallas_kernels.write_kv, {**WRITE, "slot_mapping": slots}),
+        (pallas_kernels.attend, {**ATTEND, "slot_mapping": slots, "decode": None, "prompts": prompts}),
+    ):
+        of_numpy = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, arguments)
+        found, expected = (op(**one, implementation=implementation) for one in (of_numpy, arguments))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def shapes_only(op, arguments):
