@@ -37,23 +37,23 @@ def header_of(
         jaxllm=jaxllm.__version__,
         jax=jax,
         device=device,
-        policy=str(_plain(policy)),
+        policy=str(plain_setting(policy)),
         costs_source=costs_source,
-        settings={name: _plain(value) for name, value in settings.items()},
-        limits={name: _plain(value) for name, value in dataclasses.asdict(limits).items()},
+        settings={name: plain_setting(value) for name, value in settings.items()},
+        limits={name: plain_setting(value) for name, value in dataclasses.asdict(limits).items()},
     )
 
 
-def _plain(value: object) -> Any:
+def plain_setting(value: object) -> Any:
     """A setting as JSON has it; objects by their class or name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, SpeculativeConfig):
         value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_setting(item) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
+        return [plain_setting(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else describe(value)
 
 

@@ -376,6 +376,8 @@ def test_bench_throughput(run, llm, tmp_path, capsys):
     assert result["hardware"]["platform"] == "cpu"
     assert result["engine"]["num_programs"] == len(llm.executor.programs) > 0
     assert result["engine"]["pool_bytes"] == llm.executor.pool_bytes
+    assert result["engine"]["settings"].items() >= {"decode_buckets": [4], "prefill_buckets": [32]}.items()
+    assert "data_parallel_size" not in result["engine"]["settings"]  # as nobody has said
     assert result["compilations_after_warm_up"] == 0
     assert result["num_preemptions"] == [0, 0]
     assert len(result["seconds"]) == 2

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxllm.engine.ledgers import plain_setting
 from jaxllm.engine.outputs import RequestOutput
 from jaxllm.errors import ConfigError
 from jaxllm.executor import compile_stats
@@ -284,6 +285,11 @@ def _engine_facts(llm: LLM) -> dict[str, Any]:
         "load_seconds": llm.load_times.load_seconds,
         "compile_seconds": llm.compile_progress().seconds,
         "num_programs": len(llm.executor.programs),
+        "settings": {
+            field.name: plain_setting(value)
+            for field in dataclasses.fields(llm.config)
+            if (value := getattr(llm.config, field.name)) != field.default
+        },
     }
 
 
