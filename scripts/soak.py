@@ -29,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.executor import compile_stats
 from jaxllm.sched.presets import PRESETS
 
 _SIZES = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128}
@@ -153,7 +154,7 @@ def play(args: argparse.Namespace) -> None:
             thread.join()
         llm.engine.scheduler.check()
         gc.collect()
-        memory.append(resident_mib())
+        memory.append((resident_mib(), compile_stats.total()[0]))
     llm.close()
     del llm, clients
     gc.collect()
@@ -242,7 +243,9 @@ def judge(
     for line in lines:
         if line.get("threads"):
             problems.append(f"threads stayed: {line['threads']}")
-        if len(memory := line.get("memory", ())) >= 6:
+        seen = line.get("memory", ())
+        memory = [mib for mib, num_programs in seen if num_programs == seen[-1][1]]  # once all are compiled
+        if len(memory) >= 6:
             third = len(memory) // 3
             growth = statistics.median(memory[-third:]) - statistics.median(memory[third : 2 * third])
             if growth > args.most_growth:
