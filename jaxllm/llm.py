@@ -189,7 +189,8 @@ class LLM:
             EngineError: the engine has failed, or a thread runs requests of its own on `engine`.
             UserCodeError: a scheduling policy or a predictor raised; the message names it.
         """
-        check_call_arguments(others, LLM.generate)
+        if others:
+            check_call_arguments(others, LLM.generate)
         stream = self._submit(prompts, sampling_params, priority, deadline, stream=False)
         outputs: dict[int, RequestOutput] = {}
         with (
