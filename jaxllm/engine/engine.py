@@ -116,7 +116,7 @@ class Engine:
     @property
     def num_unfinished(self) -> int:
         """The same as a number: of live requests, while there are any."""
-        return self.num_live or int(self.has_unfinished_requests)
+        return len(self.loop.states) or int(self.has_unfinished_requests)
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request was added and has not ended."""
