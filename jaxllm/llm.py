@@ -10,35 +10,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.engine.assembly import LoadTimes, assemble_replicas
-from jaxllm.engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from jaxllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, search_all
 from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.conversations import as_token_prompts
 from jaxllm.engine.inputs import (
     Deadlines,
     Messages,
     Params,
     Priorities,
-    Prompt,
     Prompts,
-    as_arguments,
     as_prompts,
-    one_each,
+    as_requests,
     refuse_table,
 )
 from jaxllm.engine.outputs import RequestOutput
 from jaxllm.engine.replicas import Replicas, thread_of
 from jaxllm.engine.residence import Residence
+from jaxllm.engine.rows import Row, answers
 from jaxllm.engine.thread import OutputStream
 from jaxllm.engine.vllm_names import CHAT_ARGUMENTS, check_call_arguments, translate
-from jaxllm.errors import ConfigError, RequestError, SamplingParamsError, shown
+from jaxllm.errors import ConfigError, SamplingParamsError, shown
 from jaxllm.executor.step_programs import CompileProgress
 from jaxllm.sampling.params import SamplingParams
-from jaxllm.text import tokenizer as tokenization
-from jaxllm.text.chat import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_MOST_KEPT = 8  # outputs that wait for an earlier one, of those in flight
 
 
 class LLM:
@@ -189,7 +185,8 @@ class LLM:
             EngineError: the engine has failed, or a thread runs requests of its own on `engine`.
             UserCodeError: a scheduling policy or a predictor raised; the message names it.
         """
-        check_call_arguments(others, LLM.generate)
+        if others:
+            check_call_arguments(others, LLM.generate)
         stream = self._submit(prompts, sampling_params, priority, deadline, stream=False)
         outputs: dict[int, RequestOutput] = {}
         with (
@@ -203,7 +200,7 @@ class LLM:
 
     def generate_iter(
         self,
-        rows: Iterable[Prompt | Mapping[str, Any]],
+        rows: Iterable[Row],
         sampling_params: SamplingParams | None = None,
         *,
         in_order: bool = True,
@@ -233,46 +230,16 @@ class LLM:
             EngineError: the engine has failed, or a thread runs requests of its own on `engine`.
             Exception: what `rows` or a scheduling policy raised.
         """
-        most = max_in_flight
-        if most is None:
-            most = 2 * self.executor.config.max_num_seqs * len(self.replicas)
+        usual = 2 * self.executor.config.max_num_seqs * len(self.replicas)
+        most = usual if max_in_flight is None else max_in_flight
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise ConfigError(f"max_in_flight={shown(most)} must be None or an integer of at least 1")
         refuse_table(rows)
         params = self._default_params if sampling_params is None else sampling_params
-        return self._iterate(enumerate(rows, first_place), params, most, first_place if in_order else None)
-
-    def _iterate(
-        self,
-        rows: Iterator[tuple[int, Prompt | Mapping[str, Any]]],
-        params: SamplingParams,
-        most: int,
-        following: int | None,
-    ) -> Iterator[RequestOutput]:
-        """Outputs of rows with their places; in order if the place that `following` one has is given."""
-        call, ended = next(self._ids), dict[int, RequestOutput]()
-        with contextlib.closing(self._thread.open()) as stream:
-            is_exhausted = False
-            while True:
-                while not is_exhausted and stream.num_unfinished < most and len(ended) < _MOST_KEPT * most:
-                    place, row = next(rows, (-1, ""))
-                    if is_exhausted := place < 0:
-                        break
-                    try:
-                        stream.add(f"rows[{place}]/{call}", place, as_arguments(row, params))
-                    except (RequestError, SamplingParamsError) as error:
-                        ended[place] = RequestOutput.refused(str(place), error)
-                if following is None:
-                    yield from ended.values()
-                    ended.clear()
-                while following in ended:
-                    yield ended.pop(following)
-                    following += 1
-                if stream.num_unfinished:
-                    output = next(stream)
-                    ended[int(output.request_id)] = output
-                elif is_exhausted and not ended:
-                    return
+        named = (
+            (f"rows[{place}]/{next(self._ids)}", place, row) for place, row in enumerate(rows, first_place)
+        )
+        return answers(self._thread.open, named, params, most, first_place if in_order else None)
 
     def chat(
         self,
@@ -321,35 +288,16 @@ class LLM:
         check_call_arguments({"tool_choice": tool_choice}, LLM.chat, CHAT_ARGUMENTS)
         if self.tokenizer is None:
             raise ConfigError("chat needs a tokenizer; this LLM was made with skip_tokenizer_init=True")
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise RequestError(
-                "messages must be a list like [{'role': 'user', 'content': '...'}], or a list of such lists, "
-                f"not {type(messages).__name__}"
-            )
-        if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
-            raise RequestError(
-                f"chat_template_kwargs={chat_template_kwargs!r} must be a dictionary of template variables"
-            )
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = []
-        for place, conversation in enumerate(conversations):
-            try:
-                text = render(
-                    self.tokenizer,
-                    conversation,
-                    chat_template=chat_template,
-                    content_format=chat_template_content_format,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tools=None if tool_choice == "none" else tools,
-                    template_variables=chat_template_kwargs,
-                )
-                token_ids = tokenization.encode(self.tokenizer, text, add_special_tokens=False)
-            except RequestError as error:
-                if conversations is not messages:
-                    raise
-                raise RequestError(f"conversation {place}: {error}") from error
-            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        prompts = as_token_prompts(
+            self.tokenizer,
+            messages,
+            chat_template=chat_template,
+            content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=None if tool_choice == "none" else tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority, deadline=deadline)
 
     def beam_search(
@@ -380,33 +328,18 @@ class LLM:
             )
         if not isinstance(params, BeamSearchParams):
             raise SamplingParamsError(f"params must be BeamSearchParams, not {type(params).__name__}")
-        items, ends = as_prompts(prompts), self.engine.eos_token_ids
-        step = BeamSearch(params, ends).step
-        block_size = self.engine.scheduler.config.block_size
-        searches: list[tuple[BeamSearch, dict[str, Any]]] = []
+        items = as_prompts(prompts)
         with _progress(params.max_tokens, "Beam search", "token", is_shown=use_tqdm) as advance:
-            for item, first in zip(items, self.generate(items, step, use_tqdm=False), strict=True):
-                num_kept = len(first.prompt_token_ids) - first.num_dropped_tokens
-                most = min(params.max_tokens, self.max_model_len - num_kept)
-                limited = dataclasses.replace(params, max_tokens=most)
-                search = BeamSearch(limited, ends, first.prompt_token_ids, first.num_dropped_tokens)
-                search.advance([first])
-                searches.append((search, dict(item) if isinstance(item, Mapping) else {}))
-            advance()
-            while following := [
-                {
-                    **{key: value for key, value in given.items() if key != "prompt"},
-                    "prompt_token_ids": tokens,
-                }
-                for search, given in searches
-                for tokens in search.prompts(block_size)
-            ]:
-                outputs = iter(self.generate(following, step, use_tqdm=False))
-                for search, _ in searches:
-                    if search.running:
-                        search.advance([next(outputs) for _ in search.running])
-                advance()
-        return [search.output(self.tokenizer) for search, _ in searches]
+            searches = search_all(
+                lambda items, step: self.generate(items, step, use_tqdm=False),
+                items,
+                params,
+                self.engine.eos_token_ids,
+                max_model_len=self.max_model_len,
+                block_size=self.executor.config.block_size,
+                on_token=advance,
+            )
+        return [search.output(self.tokenizer) for search in searches]
 
     def stream(
         self,
@@ -499,19 +432,8 @@ class LLM:
         self, prompts: Prompts, params: Params, priority: Priorities, deadline: Deadlines, *, stream: bool
     ) -> OutputStream:
         """Queue all prompts, or none if one of them is refused."""
-        items = as_prompts(prompts)
         params = self._default_params if params is None else params
-        columns = {
-            "prompt": items,
-            "sampling_params": one_each("sampling_params", params, len(items)),
-            "priority": one_each("priority", priority, len(items)),
-            "deadline": one_each("deadline", deadline, len(items)),
-        }
-        call = next(self._ids)
-        requests = [
-            (f"prompts[{place}]/{call}", dict(zip(columns, row, strict=True)))  # as messages name it
-            for place, row in enumerate(zip(*columns.values(), strict=True))
-        ]
+        requests = as_requests(next(self._ids), prompts, params, priority, deadline)
         return self._thread.submit(requests, stream=stream)
 
 

@@ -51,12 +51,10 @@ from paper.cells import (
     PRESETS,
     RECORDED,
     Cell,
-    load_engine,
     make_cells,
     policy_of,
     prompts_of,
     recorded,
-    run_cell,
     simulate_cell,
 )
 from paper.control import control, time_control
@@ -91,6 +89,8 @@ def run_on_engine(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
 
     Rows are also appended to `engine-cells.jsonl` as they come, so that an interrupted run loses none.
     """
+    from paper.engine_cells import load_engine, run_cell
+
     from jaxllm.system import hardware
 
     rows: list[dict[str, Any]] = []

@@ -27,12 +27,9 @@ from jaxllm.commands.options import (
 from jaxllm.commands.progress import Progress
 from jaxllm.commands.words import known_elsewhere
 from jaxllm.errors import ConfigError, EngineError, JaxllmError
+from jaxllm.jobs.output_file import OutputFile
 from jaxllm.jobs.prompt_files import read_prompts
-from jaxllm.jobs.prompts_io import (
-    OutputFile,
-    PromptRow,
-    prompts_from_arguments,
-)
+from jaxllm.jobs.prompts_io import PromptRow, prompts_from_arguments
 from jaxllm.jobs.row_requests import (
     checked_token_ids,
     completion_content,

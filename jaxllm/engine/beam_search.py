@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jaxllm.engine.outputs import RequestOutput
 from jaxllm.errors import SamplingParamsError
@@ -212,3 +212,37 @@ class BeamSearch:
                 BeamSearchSequence(tokens, found.cum_logprob, found.score, text, reason, ended_by)
             )
         return BeamSearchOutput(sequences, self._num_blocks, self._num_blocks_unshared)
+
+
+def search_all(
+    generate: Callable[[list[Any], SamplingParams], list[RequestOutput]],
+    prompts: list[Any],
+    params: BeamSearchParams,
+    eos_token_ids: Set[int],
+    *,
+    max_model_len: int,
+    block_size: int,
+    on_token: Callable[[], object],
+) -> list[BeamSearch]:
+    """Search for each prompt, all of them at once; `generate` runs the beams' requests of one token."""
+    step = BeamSearch(params, eos_token_ids).step
+    searches: list[tuple[BeamSearch, dict[str, Any]]] = []
+    for item, first in zip(prompts, generate(prompts, step), strict=True):
+        num_kept = len(first.prompt_token_ids) - first.num_dropped_tokens
+        limited = dataclasses.replace(params, max_tokens=min(params.max_tokens, max_model_len - num_kept))
+        search = BeamSearch(limited, eos_token_ids, first.prompt_token_ids, first.num_dropped_tokens)
+        search.advance([first])
+        given = dict(item) if isinstance(item, Mapping) else {}
+        searches.append((search, {key: value for key, value in given.items() if key != "prompt"}))
+    on_token()
+    while following := [
+        {**given, "prompt_token_ids": tokens}
+        for search, given in searches
+        for tokens in search.prompts(block_size)
+    ]:
+        outputs = iter(generate(following, step))
+        for search, _ in searches:
+            if search.running:
+                search.advance([next(outputs) for _ in search.running])
+        on_token()
+    return [search for search, _ in searches]

@@ -47,7 +47,6 @@ class TokensPrompt(TypedDict):
 _OPTIONS = ("cache_salt", "num_dropped_tokens")
 _MAX_TOKENS = 2**24
 _MAX_PROMPTS = 2**24
-_OF_ROWS = "sampling_params", "priority", "deadline"
 _MAX_SECONDS = 1e12
 _MAX_PRIORITY = 2**31 - 1
 _MAX_DROPPED_TOKENS = 2**18
@@ -348,16 +347,6 @@ def _is_salt(value: object) -> bool:
         return False
 
 
-def as_arguments(row: Prompt | Mapping[str, Any], params: SamplingParams) -> dict[str, Any]:
-    """Of `Engine.prepare`, for a row of `generate_iter`."""
-    arguments: dict[str, Any] = {"prompt": row, "sampling_params": params}
-    if isinstance(row, Mapping):
-        own = {name: row[name] for name in _OF_ROWS if name in row}
-        prompt = {name: value for name, value in row.items() if name not in own}
-        arguments |= {"prompt": prompt, **{name: value for name, value in own.items() if value is not None}}
-    return arguments
-
-
 def as_prompts(prompts: Prompts) -> list[Any]:
     """One prompt after another, also where one alone is given.
 
@@ -401,7 +390,24 @@ def refuse_table(prompts: Any) -> None:
     )
 
 
-def one_each(name: str, values: Any, count: int) -> list[Any]:
+def as_requests(
+    call: int, prompts: Prompts, params: Params, priorities: Priorities, deadlines: Deadlines
+) -> list[tuple[str, dict[str, Any]]]:
+    """Ids of a call's requests, as messages name them, and their arguments of `Engine.prepare`."""
+    items = as_prompts(prompts)
+    columns = {
+        "prompt": items,
+        "sampling_params": _one_each("sampling_params", params, len(items)),
+        "priority": _one_each("priority", priorities, len(items)),
+        "deadline": _one_each("deadline", deadlines, len(items)),
+    }
+    return [
+        (f"prompts[{place}]/{call}", dict(zip(columns, row, strict=True)))
+        for place, row in enumerate(zip(*columns.values(), strict=True))
+    ]
+
+
+def _one_each(name: str, values: Any, count: int) -> list[Any]:
     """What is given for each of `count` prompts."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         return [values] * count

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from jaxllm.engine.output_builder import Delta, make_detokenizer
+from jaxllm.engine.output_builder import Delta, OutputBuilder, make_detokenizer
+from jaxllm.engine.outputs import RequestOutput
 from jaxllm.types import FinishReason, Request, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -114,3 +115,50 @@ class RequestState:
         logprobs, self._logprobs = self._logprobs, []
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         return Delta(start, new, logprobs, prompt_logprobs, request.finish_reason, request.stop_reason)
+
+
+class Outbox:
+    """What is new of requests, until it is sent where it belongs.
+
+    Attributes:
+        builders: of the requests whose outputs are reports.
+    """
+
+    def __init__(self) -> None:
+        self.builders: dict[RequestState, OutputBuilder] = {}  # ids may be used again before ends are told
+        self._deltas: list[tuple[RequestState, Delta]] = []
+        self._reports: list[RequestOutput] = []
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether anything is to be sent or taken."""
+        return bool(self._deltas or self._reports)
+
+    def put(self, states: Iterable[RequestState]) -> None:
+        """Take what is new of requests."""
+        self._deltas += [(state, state.delta()) for state in states]
+
+    def forget_sinks(self) -> None:
+        """Send nothing of what is here to sinks."""
+        self._deltas = [one for one in self._deltas if one[0].sink is None]
+
+    def send(self) -> None:
+        """Send it to sinks, and make reports of what has none."""
+        deltas, self._deltas = self._deltas, []
+        for state, delta in deltas:
+            if state.sink is not None:
+                state.sink(state, delta)
+                continue
+            builder = self.builders.get(state)
+            if builder is None:  # it was dropped
+                continue
+            output = builder.add(delta)
+            if output is not None:
+                self._reports.append(output)
+            if delta.finish_reason is not None:
+                del self.builders[state]
+
+    def take_reports(self) -> list[RequestOutput]:
+        """The reports so far."""
+        reports, self._reports = self._reports, []
+        return reports

@@ -22,7 +22,7 @@ class Owner:
     def __init__(self, num_unfinished: Callable[[], int]) -> None:
         """Nobody's."""
         self._num_unfinished = num_unfinished
-        self._fork = forks.number()
+        self._fork = forks.number
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._lender: threading.Thread | None = None
@@ -49,7 +49,7 @@ class Owner:
         Raises:
             EngineError: it was made before a fork.
         """
-        if self._fork != forks.number():
+        if self._fork != forks.number:
             raise EngineError(f"this engine was made before the process was forked; {forks.WAY_OUT}")
 
     def lend(self, thread: threading.Thread) -> None:

@@ -144,7 +144,7 @@ class EngineThread:
         Raises:
             RequestError: the priority is no integer, or would be ignored.
         """
-        self._engine.check_priority(priority)
+        self._engine.inputs.check_priority(priority)
         self._commands.put(functools.partial(self._set_priority, request_id, priority))
 
     def reset_prefix_cache(self) -> None:
@@ -229,7 +229,7 @@ class EngineThread:
                     self._end(error)
             if is_interpreter_exiting():
                 self._end(EngineError("the interpreter exits"))
-            if not (self._live or self._waiting or self._engine.is_draining):
+            if not (self._live or self._waiting or self._engine.loop.is_draining):
                 with self._lock:
                     if self._commands.empty():
                         self._thread = None

@@ -7,7 +7,7 @@ import functools
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ import numpy as np
 
 from jaxllm import pallas_kernels
 from jaxllm.errors import ConfigError
+from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.programs import ProgramKey
+from jaxllm.models.architecture import ModelConfig
 from jaxllm.pallas_kernels.kv_layout import KVLayout
 
 FASTEST = "fastest"
@@ -114,6 +117,38 @@ def fastest(
         return names[0]
     best = min(seconds, key=lambda name: seconds[name])
     return best if seconds[best] < (1 - _LEAST_GAIN) * seconds[names[0]] else names[0]
+
+
+def fastest_of_each(
+    shapes: Iterable[ProgramKey],
+    default: str,
+    device: jax.Device,
+    model: ModelConfig,
+    config: ExecutorConfig,
+    pool: jax.Array,
+) -> dict[ProgramKey, str]:
+    """Measure which attention is the fastest for each shape of a program."""
+    pool_tokens = config.num_gpu_blocks * config.block_size
+    found: dict[AttentionShape, str] = {}
+    chosen: dict[ProgramKey, str] = {}
+    for key in shapes:
+        if key.max_chunks:
+            op = "prefill"
+            shape = AttentionShape.prefill(key.rows, key.max_chunks, max_model_len=config.max_model_len)
+        else:
+            op = "decode"
+            shape = AttentionShape.decode(
+                key.rows, max_model_len=config.max_model_len, pool_tokens=pool_tokens
+            )
+        if shape not in found:
+            sizes = config.dtype, model.head_dim, config.block_size
+            names = candidates(default, op, device, *sizes)
+            if model.has_bounds:  # windows or soft caps
+                names = tuple(name for name in names if name != "mosaic")
+            scale = model.head_dim**-0.5
+            found[shape] = fastest(names, shape, pool, model.num_heads, scale)
+        chosen[key] = found[shape]
+    return chosen
 
 
 def _time(call: jax.stages.Wrapped, arguments: tuple[jax.Array, ...]) -> float:

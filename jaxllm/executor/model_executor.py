@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import pathlib
 import time
@@ -13,37 +11,32 @@ import jax
 import numpy as np
 
 from jaxllm.errors import ConfigError, EngineError
+from jaxllm.executor.apart import FILTERED, SamplingApart
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.drafter import Drafter
-from jaxllm.executor.fastest import FASTEST, AttentionShape, candidates, fastest
+from jaxllm.executor.fastest import FASTEST, fastest_of_each
 from jaxllm.executor.kv.agreement import AgreedFiles
 from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.executor.pending import Apart, PendingStep
 from jaxllm.executor.placement import Placement
 from jaxllm.executor.programs import (
-    CompiledProgram,
     PackedStep,
     ProgramKey,
 )
-from jaxllm.executor.sampler import SampledRows
-from jaxllm.executor.sampling_programs import RowsKey, TakeKey, first_size, kind_of, padded, row_sizes
-from jaxllm.executor.slot_params import PackedSlotParams, Sampling
-from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms, shape_of
+from jaxllm.executor.slot_params import Sampling
+from jaxllm.executor.slots import Slots, slot_of
+from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.executor.worker import Others, Worker
 from jaxllm.models.architecture import ModelConfig
-from jaxllm.models.registry import Params, abstract_params
+from jaxllm.models.registry import Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.sampling.params import SamplingParams
-from jaxllm.sampling.structured_outputs import mask_width
-from jaxllm.sampling.token_masks import fill_masks
 from jaxllm.sched.cache.names import FileIndex
 from jaxllm.types import (
-    MULTI_STEP_SEQS,
     NO_COPIES,
     CopyProgress,
     HostPiece,
-    PrefillChunk,
     Read,
     Request,
     SchedulerOutput,
@@ -52,7 +45,6 @@ from jaxllm.types import (
 )
 
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
-_FILTERED = Sampling.RANDOM | Sampling.FILTERED
 _MANY_ITERATIONS = 64  # after which a program is compiled that spares the others what was sampled apart
 
 
@@ -76,21 +68,18 @@ class ModelExecutor(Worker):
         """`programs` of the same model, configuration and placement may be compiling already."""
         programs = programs or StepPrograms(model_config, config, placement)
         super().__init__(model_config, params, config, placement, programs, others)
-        self._packed_params = PackedSlotParams.host_zeros(config.max_num_seqs)
-        self._host_params = self._packed_params.unpack()
-        self._params_changed = self._rare_params_changed = False
-        self._table_sizes = np.zeros(config.max_num_seqs, np.int32)  # blocks of each that the device knows
-        self._slot_sampling = np.zeros(config.max_num_seqs, np.int32)  # `Sampling` of each
+        self._slots = Slots(config)
+        self._apart = SamplingApart(config, programs, model_config.vocab_size)
         self._is_released = False
         self._files: AgreedFiles | None = None
         self._prompt_keys = {size: config.prompt_key(size) for size in config.buckets.sizes}
         self._draft_keys = {size: config.draft_key(size) for size in config.buckets.sizes}
         if config.implementation == FASTEST:
-            self._choose_fastest()
+            pool, shapes, default = self._state.pool, programs.shapes, programs.default
+            programs.chosen |= fastest_of_each(shapes, default, self._device, model_config, config, pool)
         self._programs.begin()
         self.drafter: Drafter | None = None
         self._is_undisturbed = False
-        self._num_filtered: collections.Counter[ProgramKey] = collections.Counter()
 
     @property
     def num_gpu_blocks(self) -> int:
@@ -108,37 +97,6 @@ class ModelExecutor(Worker):
         return self.config.max_decode_steps
 
     @property
-    def block_shape(self) -> tuple[int, ...]:
-        """Of a block of the KV pool, over all layers."""
-        return self._state.pool.shape[1:]
-
-    @property
-    def hidden(self) -> jax.Array | None:
-        """What the newest tokens of each slot were sampled from; see `step.DeviceState`."""
-        return self._on_first(self._state.hidden)
-
-    @property
-    def layers(self) -> jax.Array | None:
-        """What some layers were given; see `step.DeviceState`."""
-        return self._on_first(self._state.layers)
-
-    def _on_first(self, array: jax.Array | None) -> jax.Array | None:
-        """The first device's copy, which what drafts computes with."""
-        if array is None or len(self._placement.devices) == 1:
-            return array
-        return array.addressable_data(0)
-
-    @property
-    def device_kind(self) -> str:
-        """What JAX calls the device, or each of several."""
-        return self._device.device_kind
-
-    @property
-    def pool_bytes(self) -> int:
-        """Size of the KV pool in bytes, on all devices."""
-        return self._state.pool.nbytes * self._placement.num_contexts
-
-    @property
     def is_lost(self) -> bool:
         """Whether a process that it needs is gone, so that the next step fails."""
         return self.others is not None and self.others.is_lost
@@ -147,14 +105,6 @@ class ModelExecutor(Worker):
     def is_undisturbed(self) -> bool:
         """Whether no program was being compiled when the last step was sent, nor had to be for it."""
         return self._is_undisturbed
-
-    def compile_progress(self) -> CompileProgress:
-        """How many programs are compiled, of how many, and for how long."""
-        return self._programs.progress()
-
-    def compile_report(self) -> list[CompiledProgram]:
-        """Every compiled program, with seconds and memory."""
-        return self._programs.report()
 
     @under_jax_defaults
     def warm_up(self, on_progress: Callable[[CompileProgress], None] | None = None) -> None:
@@ -169,9 +119,9 @@ class ModelExecutor(Worker):
                 np.asarray(self.run(key, self._padding(key), False).sampled.tokens)
         if self.swapper is not None:
             self.warm_up_copies()
-        self._restore(self.config.max_num_seqs, [], [])
+        self.set_slot(*self._slots.restored(self.config.max_num_seqs, [], []))
         if self.config.max_drafts:
-            self._write_drafts(())
+            self._apart.write_drafts(self, ())
         if self.drafter is not None:
             self.drafter.warm_up()
 
@@ -192,40 +142,30 @@ class ModelExecutor(Worker):
             raise ConfigError("the scheduler swaps, and the executor was built with num_host_blocks=0")
         for chunk in scheduled.prefill:
             if chunk.is_first:
-                request, slot = chunk.request, _slot(chunk.request)
-                self._open_slot(request)
-                self._table_sizes[slot] = 0
+                request = chunk.request
+                self._slots.open(request)
                 stop = chunk.start + chunk.length
                 skips = bool(request.kept_ranges) or request.num_computed_tokens > stop
                 if chunk.start or skips:
                     num_tokens = request.num_known_tokens if skips else chunk.start
-                    self._restore(slot, request.token_ids(0, num_tokens), request.block_ids)
-        if self._params_changed or self._rare_params_changed:
-            common, rare = self._packed_params
-            self.set_params(
-                common if self._params_changed else None, rare if self._rare_params_changed else None
-            )
-            self._params_changed = self._rare_params_changed = False
-        slots = [_slot(request) for request in scheduled.decode]
+                    self._restore(request, num_tokens)
+        common, rare = self._slots.take_changed()
+        if common is not None:
+            self.set_params(common, rare)
+        slots = [slot_of(request) for request in scheduled.decode]
         key = self._key(scheduled, slots)
-        packed = self._pack(key, scheduled, slots)
+        packed, tables = self._slots.pack(key, scheduled, slots)
+        for slot, table in tables:
+            self.set_slot(slot, None, table)
         rows = self._rows_apart(scheduled, key.sampling)
         self._is_undisturbed = self._programs.is_settled and self._programs.has(key)
         self.program(key, self._following(scheduled, slots))  # before `run`: others would wait for it in vain
         outputs = self.run(key, packed, bool(rows))
-        apart = self._sample_apart(scheduled, rows, len(outputs.logits)) if rows else ()
+        apart: Sequence[Apart] = ()
+        if rows:
+            apart = self._apart.sample(self, scheduled, rows, self._slots.sampling, len(outputs.logits))
         wait = None if self.others is None else self.others.wait
         return PendingStep(scheduled, outputs, key.rows, apart, key.num_lookups + 1, wait)
-
-    @property
-    def has_pool(self) -> bool:
-        """Whether it holds the KV pool."""
-        return not self._state.pool.is_deleted()
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether it holds the weights."""
-        return len(self._params) == len(abstract_params(self.model_config, self.config.dtype))
 
     @under_jax_defaults
     def replace_weights(self, weights: Iterable[tuple[str, jax.Array]]) -> None:
@@ -253,7 +193,7 @@ class ModelExecutor(Worker):
         if self.drafter is not None:
             self.drafter.take_back()
         self.make_pool()
-        self._table_sizes[:] = 0
+        self._slots.forget_tables()
 
     def release(self) -> None:
         """Let go of weights, pool and programs: nothing will be executed any more."""
@@ -406,33 +346,24 @@ class ModelExecutor(Worker):
             raise EngineError(f"no program computes a {key.name} with {num_steps} decode iterations")
         key = key._replace(sampling=self._sampling(scheduled, slots))
         if not prefill and self._only_filter(slots):
-            filtering = key._replace(sampling=_FILTERED)
+            filtering = key._replace(sampling=FILTERED)
             if num_steps > 1:
                 return self._programs.fitting(filtering)
             if self._programs.has(filtering):
                 return filtering
-            self._note_filtered(filtering)
+            self._apart.note_filtered(filtering)
         return self._programs.fitting(key)
 
     def _only_filter(self, slots: Sequence[int]) -> bool:
         """Whether some rows filter, and none asks for more that is sampled apart."""
-        asked = int(np.bitwise_or.reduce(self._slot_sampling[slots]))
+        asked = int(np.bitwise_or.reduce(self._slots.sampling[slots]))
         return asked & Sampling.APART.value == Sampling.FILTERED.value
-
-    def _note_filtered(self, key: ProgramKey) -> None:
-        """Have a program compiled that filters, beside all else, if it would have served many iterations."""
-        self._num_filtered[key] += 1
-        if self._num_filtered[key] == _MANY_ITERATIONS:
-            looping = key._replace(max_decode_steps=self.config.max_decode_steps)
-            wanted = {key, looping} if shape_of(looping) in self._programs.shapes else {key}
-            with contextlib.suppress(Exception):  # they are only faster
-                self._programs.prepare(sorted(wanted), is_urgent=False)
 
     def _sampling(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> Sampling:
         """What the requests of an iteration ask of its program."""
-        found = int(np.bitwise_or.reduce(self._slot_sampling[slots])) & Sampling.RANDOM.value
+        found = int(np.bitwise_or.reduce(self._slots.sampling[slots])) & Sampling.RANDOM.value
         for chunk in scheduled.prefill:
-            asked = int(self._slot_sampling[_slot(chunk.request)])
+            asked = int(self._slots.sampling[slot_of(chunk.request)])
             # The random programs with prompts serve for greedy steps, too.
             found |= asked & Sampling.RANDOM.value if chunk.drafts else asked | Sampling.RANDOM.value
         return Sampling(found) & Sampling.IN_STEPS
@@ -441,8 +372,8 @@ class ModelExecutor(Worker):
         """Programs that are likely to be needed after an iteration with prompts."""
         if self._programs.is_settled or not scheduled.prefill:
             return ()
-        all_slots = [*slots, *(_slot(chunk.request) for chunk in scheduled.prefill)]
-        found = int(np.bitwise_or.reduce(self._slot_sampling[all_slots])) & Sampling.RANDOM.value
+        all_slots = [*slots, *(slot_of(chunk.request) for chunk in scheduled.prefill)]
+        found = int(np.bitwise_or.reduce(self._slots.sampling[all_slots])) & Sampling.RANDOM.value
         rows = self.config.buckets.decode_size(min(len(all_slots), self.config.max_num_seqs))
         steps = 1, self.config.max_decode_steps
         return tuple(ProgramKey(rows, 0, count, Sampling(found)) for count in steps)
@@ -455,10 +386,7 @@ class ModelExecutor(Worker):
 
     def steps_together(self, flags: Collection[int], num_rows: int) -> bool:
         """Whether a program of several iterations of so many rows samples what such requests ask for."""
-        if any(one & ~Sampling.FILTERED.value for one in flags) or num_rows > MULTI_STEP_SEQS:
-            return False
-        rows = self.config.buckets.decode_size(max(1, num_rows))
-        return self._programs.has(ProgramKey(rows, 0, self.config.max_decode_steps, _FILTERED))
+        return self._apart.steps_together(flags, num_rows)
 
     def looks_up(self, num_rows: int) -> bool:
         """Whether programs of several iterations of so many rows are there that draft by themselves."""
@@ -474,17 +402,8 @@ class ModelExecutor(Worker):
         If one would, it is compiled from now on, beside the steps.
         """
         asked = Sampling.of(request.sampling_params)
-        needed: list[Key] = []
-        if asked & Sampling.APART:
-            size, kind = first_size(self.config.max_num_seqs), kind_of(asked & ~Sampling.PROMPT_LOGPROBS)
-            complete = RowsKey(size, Sampling.COMPLETE)  # which others may wait for already
-            serves = kind in Sampling.COMPLETE and self._programs.expects(complete)
-            needed.append(complete if serves else RowsKey(size, kind))
-            needed += [TakeKey(num_logits, size) for num_logits in self.config.logits_sizes]
-        if Sampling.PROMPT_LOGPROBS in asked:
-            size = self.config.buckets.sizes[-1]  # whatever prompts come together
-            needed.append(self.config.prompt_key(size)._replace(sampling=Sampling.IN_STEPS))
-        return not needed or self._programs.prepare(needed)
+        is_plain = not asked & (Sampling.APART | Sampling.PROMPT_LOGPROBS)
+        return is_plain or self._apart.is_ready(asked)
 
     def wait_for_programs(self, seconds: float) -> None:
         """Wait until a program is compiled that a request may need, at most so long."""
@@ -492,128 +411,11 @@ class ModelExecutor(Worker):
 
     def _rows_apart(self, scheduled: SchedulerOutput, in_step: Sampling) -> list[int]:
         """Which rows of an iteration ask for more than its program does, `in_step`."""
-        asked = self._slot_sampling[[_slot(request) for request in scheduled.sampled]]
+        asked = self._slots.sampling[[slot_of(request) for request in scheduled.sampled]]
         rows: list[int] = np.flatnonzero(asked & (Sampling.APART & ~in_step).value).tolist()
         if rows and scheduled.num_decode_steps > 1:
             raise EngineError("requests that are sampled apart were scheduled for several iterations")
         return rows
-
-    def _sample_apart(self, scheduled: SchedulerOutput, rows: list[int], num_logits: int) -> list[Apart]:
-        """Sample such rows anew, of the logits that the iteration has left."""
-        requests = scheduled.sampled
-        asked = self._slot_sampling[[_slot(requests[row]) for row in rows]]
-        asked &= (Sampling.APART | Sampling.RANDOM).value
-        kind = kind_of(Sampling(int(np.bitwise_or.reduce(asked))))
-        drafts = _drafts_before(scheduled)
-        if scheduled.num_drafts and (Sampling.ADJUSTED in kind or self.config.logits_processors):
-            are_apart = {requests[row] for row in rows}  # what others have sampled stays
-            self._write_drafts([chunk for chunk in scheduled.prefill if chunk.request in are_apart])
-        apart: list[Apart] = []
-        while rows:
-            key = self._rows_key(len(rows), kind)
-            now, rows = rows[: key.rows], rows[key.rows :]
-            of_rows = [(requests[row], *drafts[row]) for row in now]
-            apart.append(Apart(now, self._sample_rows(key, now, of_rows, num_logits)))
-        self.forget_logits()
-        return apart
-
-    def _write_drafts(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Write drafts to the histories once more, where their steps wrote what they sampled instead."""
-        padding = self.config.max_num_seqs, 0, 0
-        written = [
-            (_slot(chunk.request), place, draft)
-            for chunk in chunks
-            for place, draft in enumerate(chunk.drafts, chunk.start + 1)
-        ]
-        written += [padding] * (self.config.max_drafts - len(written))
-        self.set_tokens(np.array(written, np.int32).T)
-
-    def _rows_key(self, num_rows: int, kind: Sampling) -> RowsKey:
-        """A program for as many rows as it can: the best one if it is compiled, or else one that is."""
-        sizes = row_sizes(self.config.max_num_seqs)
-        best = RowsKey(next((size for size in sizes if size >= num_rows), sizes[-1]), kind)
-        if self._programs.has(best):
-            return best
-        place = sizes.index(best.rows)
-        for size in (*sizes[place:], *reversed(sizes[:place])):
-            for can_do in (kind, Sampling.COMPLETE):
-                key = RowsKey(size, can_do)
-                if kind in can_do and self._programs.has(key):
-                    takes = [TakeKey(num_logits, best.rows) for num_logits in self.config.logits_sizes]
-                    with contextlib.suppress(Exception):  # it is only faster
-                        self._programs.prepare([*takes, best], is_urgent=False)
-                    return key
-        return best
-
-    def _sample_rows(
-        self,
-        key: RowsKey,
-        rows: list[int],
-        of_rows: Sequence[tuple[Request, int, Sequence[int]]],
-        num_logits: int,
-    ) -> SampledRows:
-        """Sample rows of the `num_logits`, and store their tokens.
-
-        `of_rows` are their requests, where their tokens belong from the end, and the drafts before these.
-        """
-        size, take = key.rows, TakeKey(num_logits, key.rows)
-        for needed in (take, key):
-            self.program(needed)  # now, as in `execute`
-        places = np.stack(
-            [
-                padded([_slot(request) for request, _, _ in of_rows], size, self.config.max_num_seqs),
-                padded([request.num_tokens - place for request, place, _ in of_rows], size, 0),
-            ]
-        )
-        masks: list[np.ndarray] = []
-        if Sampling.MASKED in key.sampling:
-            masks = [np.full((size, mask_width(self.model_config.vocab_size)), -1, np.int32)]
-            tokens = [(one.token_mask, one.output_token_ids, drafts) for one, _, drafts in of_rows]
-            fill_masks(tokens, masks[0])
-        return self.sample_rows(key, take, padded(rows, size, 0), places, masks)
-
-    def _choose_fastest(self) -> None:
-        """Measure which attention is the fastest for each shape of a program."""
-        config, model = self.config, self.model_config
-        pool_tokens = config.num_gpu_blocks * config.block_size
-        found: dict[AttentionShape, str] = {}
-        for key in self._programs.shapes:
-            if key.max_chunks:
-                op = "prefill"
-                shape = AttentionShape.prefill(key.rows, key.max_chunks, max_model_len=config.max_model_len)
-            else:
-                op = "decode"
-                shape = AttentionShape.decode(
-                    key.rows, max_model_len=config.max_model_len, pool_tokens=pool_tokens
-                )
-            if shape not in found:
-                sizes = config.dtype, model.head_dim, config.block_size
-                names = candidates(self._programs.default, op, self._device, *sizes)
-                if model.has_bounds:  # windows or soft caps
-                    names = tuple(name for name in names if name != "mosaic")
-                scale = model.head_dim**-0.5
-                found[shape] = fastest(names, shape, self._state.pool, model.num_heads, scale)
-            self._programs.chosen[key] = found[shape]
-
-    # Inputs
-
-    def _open_slot(self, request: Request) -> None:
-        """Note the sampling parameters, and the first position, of a request that has just got its slot."""
-        seed = request.sampling_params.seed
-        if seed is None:
-            seed = (self.config.seed + 1) * _SEED_MULTIPLIER + request.arrival_index
-        slot = _slot(request)
-        self._slot_sampling[slot] = Sampling.of(request.sampling_params)
-        self._rare_params_changed |= self._host_params.host_set(
-            slot,
-            request.sampling_params,
-            seed=seed & 0xFFFFFFFFFFFFFFFF,
-            prompt_length=request.num_prompt_tokens,
-            eos_token_ids=request.eos_token_ids,
-            end_token_ids=request.end_token_ids,
-            first_position=len(request.dropped_token_ids),
-        )
-        self._params_changed = True
 
     def _swap(self, swapper: BlockSwapper, scheduled: SchedulerOutput) -> None:
         """Start the copies of one iteration; the device does them in order with its steps."""
@@ -634,109 +436,10 @@ class ModelExecutor(Worker):
             request = swap.request
             if request is None or request.slot is None or request in opened:
                 continue  # preempted again in this very iteration, or opened with its chunk
-            slot = request.slot
-            self._restore(slot, request.token_ids(0, request.num_tokens), request.block_ids)
-            self._open_slot(request)
+            self._slots.open(request)
+            self._restore(request, request.num_tokens)
 
-    def _restore(self, slot: int, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Write a slot's tokens and block table on the device."""
-        tokens = np.zeros(self.config.max_model_len + 1, np.int32)
-        tokens[: len(token_ids)] = token_ids
-        table = np.zeros(self._max_blocks, np.int32)
-        table[: len(block_ids)] = block_ids
-        self.set_slot(slot, tokens, table)
-        if slot < self.config.max_num_seqs:
-            self._table_sizes[slot] = len(block_ids)
-
-    def _pack(self, key: ProgramKey, scheduled: SchedulerOutput, slots: Sequence[int]) -> np.ndarray:
-        """The inputs of an iteration that decodes `slots`; see `programs.PackedStep`."""
-        packed = PackedStep(key, self.config.max_num_seqs, self.block_size)
-        decodes, num_steps = scheduled.decode, scheduled.num_decode_steps
-        count = len(decodes)
-        stops, room = [request.num_tokens for request in decodes], 1
-        lengths = [stop - num_steps for stop in stops]
-        if scheduled.lookups:
-            lengths = [request.num_known_tokens for request in decodes]
-            packed.limits[:count], packed.num_drafts[:] = stops, scheduled.lookups
-            room = key.new_blocks(self.block_size)
-        packed.decode_slots[:count], packed.decode_lengths[:count] = slots, lengths
-        if self.config.max_drafts:  # of rejected ones there may be blocks that were given back
-            held = (packed.decode_lengths[:count] + (self.block_size - 2)) // self.block_size
-            self._table_sizes[slots] = np.minimum(self._table_sizes[slots], held)
-        needed = (np.array(stops, np.int32) + (self.block_size - 2)) // self.block_size
-        places: list[int] = []
-        blocks: list[int] = []
-        for row in np.flatnonzero(needed > self._table_sizes[slots]).tolist():
-            self._grow_table(slots[row], decodes[row].block_ids[: needed[row]], room, places, blocks)
-        if key.max_chunks:
-            packed.sampled[:, :count] = range(count), slots, lengths
-            self._pack_prompts(packed, scheduled, places, blocks)
-        else:
-            packed.num_steps[0] = num_steps
-        packed.new_blocks[:, : len(places)] = places, blocks
-        return packed.array
-
-    def _grow_table(
-        self, slot: int, table: Sequence[int], room: int, places: list[int], blocks: list[int]
-    ) -> None:
-        """Add a table's new blocks to `places` and `blocks`, if they are at most `room`; else write it."""
-        num_known = int(self._table_sizes[slot])
-        self._table_sizes[slot] = len(table)
-        if len(table) - num_known > room:
-            row = np.zeros(self._max_blocks, np.int32)
-            row[: len(table)] = table
-            self.set_slot(slot, None, row)
-            return
-        first = slot * self._max_blocks
-        places += range(first + num_known, first + len(table))
-        blocks += table[num_known:]
-
-    def _pack_prompts(
-        self, packed: PackedStep, scheduled: SchedulerOutput, places: list[int], blocks: list[int]
-    ) -> None:
-        """Add an iteration's chunks, and to `places` and `blocks` their tables' new ones."""
-        tokens: list[int] = []
-        targets: list[int] = []
-        sampled: list[tuple[int, int, int]] = []
-        first_row, count = len(scheduled.decode), len(scheduled.prefill)
-        for chunk in scheduled.prefill:
-            request, slot = chunk.request, _slot(chunk.request)
-            stop, table = chunk.start + chunk.length, request.block_ids
-            ids = request.token_ids(chunk.start, stop + 1)
-            ids += chunk.drafts
-            if self.config.max_drafts:
-                held = -(-chunk.start // self.block_size)
-                self._table_sizes[slot] = min(self._table_sizes[slot], held)
-            tokens += ids[: chunk.length]
-            targets += ids[1:]
-            targets += [0] * (len(tokens) - len(targets))
-            self._grow_table(slot, table, chunk.length // self.block_size + 1, places, blocks)
-            if chunk.is_last:
-                row = first_row + len(tokens) - 1
-                sampled += [(row - j, slot, stop - j) for j in range(len(chunk.drafts), -1, -1)]
-        end = first_row + len(tokens)
-        packed.tokens[first_row:end], packed.targets[first_row:end] = tokens, targets
-        packed.query_starts[0] = first_row
-        packed.query_starts[1:] = end
-        lengths = [chunk.length for chunk in scheduled.prefill]
-        packed.query_starts[1 : count + 1] = first_row + np.cumsum(lengths)
-        packed.lengths[:count] = [chunk.start + chunk.length for chunk in scheduled.prefill]
-        packed.slots[:count] = [_slot(chunk.request) for chunk in scheduled.prefill]
-        packed.num_seqs[0] = count
-        if sampled:
-            packed.sampled[:, first_row : first_row + len(sampled)] = np.array(sampled, np.int32).T
-
-
-def _drafts_before(scheduled: SchedulerOutput) -> list[tuple[int, Sequence[int]]]:
-    """Of each sampled row where its token belongs, from its request's end, and the drafts before it."""
-    found: list[tuple[int, Sequence[int]]] = [(1, ())] * len(scheduled.decode)
-    for chunk in scheduled.prefill:
-        if chunk.is_last:
-            count = len(chunk.drafts)
-            found += [(1 + count - j, chunk.drafts[:j]) for j in range(count + 1)]
-    return found
-
-
-def _slot(request: Request) -> int:
-    assert request.slot is not None  # whatever is scheduled holds one
-    return request.slot
+    def _restore(self, request: Request, num_tokens: int) -> None:
+        """Write the first tokens and the table of a request that has got its slot on the device."""
+        token_ids = request.token_ids(0, num_tokens)
+        self.set_slot(*self._slots.restored(slot_of(request), token_ids, request.block_ids))

@@ -22,14 +22,14 @@ from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.executor.kv.file_io import FileTransfers
 from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.executor.placement import Placement
-from jaxllm.executor.programs import STATE_SPECS, EngineState, ProgramKey, state_shapes
+from jaxllm.executor.programs import STATE_SPECS, CompiledProgram, EngineState, ProgramKey, state_shapes
 from jaxllm.executor.sampler import SampledRows
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey
 from jaxllm.executor.slot_params import PackedSlotParams
 from jaxllm.executor.step import StepOutputs
-from jaxllm.executor.step_programs import Key, Program, StepPrograms
+from jaxllm.executor.step_programs import CompileProgress, Key, Program, StepPrograms
 from jaxllm.models.architecture import ModelConfig
-from jaxllm.models.registry import Params
+from jaxllm.models.registry import Params, abstract_params
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.types import MAX_PIECE_BLOCKS, BlockName, HostBlock, HostPiece, Read
@@ -187,6 +187,55 @@ class Worker:
             for shard in state.pool.addressable_shards:
                 native.use_huge_pages(shard.data, is_zero=True)
         return state
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Of a block of the KV pool, over all layers."""
+        return self._state.pool.shape[1:]
+
+    @property
+    def hidden(self) -> jax.Array | None:
+        """What the newest tokens of each slot were sampled from; see `step.DeviceState`."""
+        return self._on_first(self._state.hidden)
+
+    @property
+    def layers(self) -> jax.Array | None:
+        """What some layers were given; see `step.DeviceState`."""
+        return self._on_first(self._state.layers)
+
+    def _on_first(self, array: jax.Array | None) -> jax.Array | None:
+        """The first device's copy, which what drafts computes with."""
+        if array is None or len(self._placement.devices) == 1:
+            return array
+        return array.addressable_data(0)
+
+    @property
+    def device_kind(self) -> str:
+        """What JAX calls the device, or each of several."""
+        return self._device.device_kind
+
+    @property
+    def pool_bytes(self) -> int:
+        """Size of the KV pool in bytes, on all devices."""
+        return self._state.pool.nbytes * self._placement.num_contexts
+
+    def compile_progress(self) -> CompileProgress:
+        """How many programs are compiled, of how many, and for how long."""
+        return self._programs.progress()
+
+    def compile_report(self) -> list[CompiledProgram]:
+        """Every compiled program, with seconds and memory."""
+        return self._programs.report()
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether it holds the KV pool."""
+        return not self._state.pool.is_deleted()
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it holds the weights."""
+        return len(self._params) == len(abstract_params(self.model_config, self.config.dtype))
 
     @property
     def programs(self) -> Mapping[Key, Program]:

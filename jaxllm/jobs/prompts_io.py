@@ -1,12 +1,4 @@
-"""Prompts in, completions out, for `jaxllm generate`.
-
-The output is JSON Lines: one line per prompt, exactly once, in order of completion. Each line starts
-with `index` (the prompt's position in the input, from 0), `id` (the prompt's, or null) and
-`fingerprint` (a hash of the prompt and its parameters), so that an interrupted run can be resumed:
-
-    {"index": 2, "id": null, "fingerprint": "6f1c...", "text": "..."}
-    {"index": 0, "id": "a", "fingerprint": "03be...", "te        <- killed here: dropped on resume
-"""
+"""Prompts of `jaxllm generate`: rows of arguments and of files, checked."""
 
 from __future__ import annotations
 
@@ -24,20 +16,19 @@ from typing import Any, BinaryIO, TypeVar
 from jaxllm.errors import ConfigError, JaxllmError, RequestError, SamplingParamsError, nearest
 from jaxllm.sampling.params import PARAMETER_NAMES, SamplingParams
 from jaxllm.system.json_text import parse
-from jaxllm.system.line_file import LineFile
 from jaxllm.text.chat import check_messages
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 """What a row has one of."""
 ROW_KEYS = (*PROMPT_KEYS, "id", "num_dropped_tokens", "sampling_params")
 """What a row may hold."""
-_OUTPUT_KEYS = ("index", "id", "fingerprint")
-ANSWER_KEYS = frozenset(_OUTPUT_KEYS) | {
+OUTPUT_KEYS = ("index", "id", "fingerprint")
+"""What every line of an output begins with."""
+ANSWER_KEYS = frozenset(OUTPUT_KEYS) | {
     *("prompt", "error", "text", "token_ids", "finish_reason", "stop_reason", "num_prompt_tokens"),
     *("num_dropped_tokens", "prompt_logprobs", "cumulative_logprob", "logprobs", "outputs"),
 }
 """What a line of an output may hold beside the columns of its row."""
-_LINE_START = b'{"index": '
 _MAX_TOKEN_ID = 2**31 - 1
 _Item = TypeVar("_Item")
 
@@ -263,89 +254,6 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise ConfigError(f"cannot read the prompts file {name!r} ({error.strerror or error}).") from error
     except (EOFError, zlib.error) as error:
         raise ConfigError(f"cannot read the prompts file {name!r} (broken gzip: {error}).") from error
-
-
-class OutputFile(LineFile[int]):
-    """A crash-safe JSON Lines file of completions (`LineFile`), by the prompts' indices.
-
-    Args:
-        path: the file; created if absent, in a folder that exists.
-        rows: the prompts, in input order.
-        resume: continue an existing file: drop an incomplete last line and the errors of rows that have
-            changed since, and check that every other line belongs to these rows. Without it a file that
-            holds anything is refused.
-        context: goes into the fingerprints, see `PromptRow.fingerprint`.
-
-    Raises:
-        ConfigError: see `LineFile`.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        rows: Sequence[PromptRow],
-        *,
-        resume: bool = False,
-        context: str = "",
-    ) -> None:
-        self._rows = {row.index: row for row in rows}
-        self._fingerprints = {row.index: row.fingerprint(context) for row in rows}
-        super().__init__(path, resume=resume, line_start=_LINE_START)
-
-    def write(self, completions: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
-        """Appends a line for each `(index, content)`; on return they have reached the disk.
-
-        Args:
-            completions: row indices, and JSON-ready objects without `index`, `id` and `fingerprint`.
-
-        Raises:
-            RequestError: an index is no row's or already has a line, or a content holds a reserved key.
-                Nothing of the batch is written.
-            ConfigError: the disk is full or failed. Lines of earlier calls are kept.
-        """
-        lines: dict[int, str] = {}
-        for index, content in completions:
-            if index not in self._rows:
-                raise RequestError(
-                    f"index {index} is no row: it must be in {min(self._rows)}..{max(self._rows)}."
-                )
-            if index in self._done or index in lines:
-                raise RequestError(f"index {index} already has a line in {self._path!r}: write it once.")
-            for key in _OUTPUT_KEYS:
-                if key in content:
-                    raise RequestError(f'completion {index} holds "{key}", which the file adds: remove it.')
-            line = {"index": index, "id": self._rows[index].id, "fingerprint": self._fingerprints[index]}
-            # ASCII only: U+2028 and its like would split lines for some readers.
-            lines[index] = json.dumps(line | dict(content), allow_nan=False) + "\n"
-        self._append("".join(lines.values()).encode("ascii"))
-        self._done.update(lines)
-
-    def _check_line(self, number: int, line: bytes) -> int | None:
-        """The line's index, once it is known to be one of these rows' lines.
-
-        None if it is the error of a row that has changed.
-        """
-        try:
-            content = json.loads(line)
-            index, fingerprint = content["index"], content["fingerprint"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            self._refuse(number, "it is no line of jaxllm's")
-        if isinstance(index, bool) or not isinstance(index, int):
-            self._refuse(number, "it is no line of jaxllm's")
-        if index not in self._rows:
-            self._refuse(number, f"it has index {index}, which is none of the {len(self._rows)} prompts")
-        if fingerprint != self._fingerprints[index]:
-            if "error" in content:
-                return None
-            self._refuse(
-                number,
-                f"its fingerprint differs from that of {self._rows[index].source}, which it answered as it "
-                "was before",
-            )
-        return index
-
-    def _describe(self, key: int) -> str:
-        return f"index {key}"
 
 
 def _lines(name: str, file: BinaryIO) -> Iterator[tuple[str, bytes]]:

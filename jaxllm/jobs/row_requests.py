@@ -82,15 +82,15 @@ def checked_token_ids(llm: LLM, row: PromptRow, chat: bool, chat_template: str |
             raise RequestError(
                 f"token id {max(token_ids)} is out of range; the model's are 0 to {vocab_size - 1}"
             )
-        token_ids = llm.engine.truncated(token_ids, row.sampling_params, row.num_dropped_tokens)
-        llm.engine.check_dropped(row.num_dropped_tokens, len(token_ids), row.sampling_params)
+        token_ids = llm.engine.inputs.truncated(token_ids, row.sampling_params, row.num_dropped_tokens)
+        llm.engine.inputs.check_dropped(row.num_dropped_tokens, len(token_ids), row.sampling_params)
         num_tokens = len(token_ids) - row.num_dropped_tokens
         if num_tokens >= llm.max_model_len:
             raise RequestTooLargeError(
                 f"the prompt has {num_tokens} tokens; with max_model_len={llm.max_model_len} at most "
                 f"{llm.max_model_len - 1} leave room for output: shorten it or raise --max-model-len"
             )
-        llm.engine.check_params(row.sampling_params)
+        llm.engine.inputs.check_params(row.sampling_params)
     return np.array(token_ids, np.int32)
 
 

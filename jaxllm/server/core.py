@@ -320,7 +320,7 @@ class EngineCore:
 
         prepare = functools.partial(self._thread.prepare, named, stream=stream, put=put)
         params = [one.get("sampling_params") for one in requests]
-        takes_long = any(one is not None and self.replicas[0].engine.takes_long(one) for one in params)
+        takes_long = any(one is not None and self.replicas[0].engine.inputs.takes_long(one) for one in params)
         states, builders = await self.call(prepare, pool="grammars" if takes_long else "inputs")
         if self.is_drained:
             raise shutting_down()

@@ -10,13 +10,9 @@ WAY_OUT = (
     "JAX's threads do not live on in a forked process, where it would hang: start processes by spawning "
     "(multiprocessing.get_context('spawn'), or set_start_method('spawn')), and make the LLM in the new one"
 )
-_number = 0
+number = 0
+"""How many forks lie between this process and the one that imported the package."""
 _of_jax: int | None = None
-
-
-def number() -> int:
-    """How many forks lie between this process and the one that imported the package."""
-    return _number
 
 
 def note_jax() -> None:
@@ -27,14 +23,14 @@ def note_jax() -> None:
     """
     global _of_jax
     if _of_jax is None:
-        _of_jax = _number
-    if _of_jax != _number:
+        _of_jax = number
+    if _of_jax != number:
         raise EngineError(f"jaxllm was used before the process was forked; {WAY_OUT}")
 
 
 def _count() -> None:
-    global _number
-    _number += 1
+    global number
+    number += 1
 
 
 os.register_at_fork(after_in_child=_count)

@@ -1,4 +1,4 @@
-"""The runs of the evaluation: which there are, and how the simulator or the engine does one."""
+"""The runs of the evaluation: which there are, and how the simulator does one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from sweep.simulated import (
     BLOCK_SIZE,
     MAX_NUM_SEQS,
-    NUM_GPU_BLOCKS,
-    NUM_HOST_BLOCKS,
     Device,
 )
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
-from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import DEFAULT_STEP_OVERHEAD_SECONDS
 from jaxllm.research.simulator.load import sent
 from jaxllm.research.workloads import (
@@ -32,7 +29,6 @@ from jaxllm.research.workloads import (
     make_trace,
     parse_arrivals,
 )
-from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import (
     AdaptiveAction,
     AlwaysRecompute,
@@ -45,9 +41,6 @@ from jaxllm.sched.policies import (
 from jaxllm.sched.presets import make_preset, paper
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.types import Request
-
-if TYPE_CHECKING:
-    from jaxllm.llm import LLM
 
 MODELS = ("opt-13b", "opt-30b", "llama-13b", "llama-32.5b")
 DATASETS = ("chatbot", "alpaca", "summary")
@@ -349,7 +342,8 @@ def recorded(path: str) -> Trace:
     return load_trace(path)
 
 
-def _trace(cell: Cell) -> Trace:
+def trace_of(cell: Cell) -> Trace:
+    """What a cell plays."""
     if cell.trace is not None:
         found = recorded(cell.trace)
         found = found.head(min(cell.num_requests, len(found)))
@@ -389,7 +383,7 @@ def fitting(trace: Trace, max_model_len: int) -> Trace:
 
 def simulate_cell(cell: Cell, *, is_table: bool = False) -> dict[str, Any]:
     """Simulate one cell; the result holds its fields and the summary; `is_table` as in `Device.run`."""
-    trace = _trace(cell)
+    trace = trace_of(cell)
     result = cell.simulated().run(
         trace,
         lambda costs: policy_of(cell.preset, costs),
@@ -403,52 +397,3 @@ def simulate_cell(cell: Cell, *, is_table: bool = False) -> dict[str, Any]:
         **result.summary(),
         "scheduling_seconds": result.scheduling_seconds,
     }
-
-
-def run_cell(cell: Cell, llm: LLM) -> dict[str, Any]:
-    """Run one cell on the real engine, whose copies run beside computation whatever the preset.
-
-    The row says so (`overlap`), and names no layout, overhead and costs, which are the simulator's; `num_cut`
-    counts prompts that were too long for the model, see `fitting`.
-    """
-    from jaxllm.research.bench.replay import replay
-
-    costs = OnlineCalibration(llm.costs.model)
-    config = dataclasses.replace(
-        llm.engine.scheduler.config,
-        max_num_seqs=cell.max_num_seqs,
-        max_prefill_seqs=min(llm.executor.config.buckets.max_prefill_seqs, cell.max_num_seqs),
-        num_gpu_blocks=NUM_GPU_BLOCKS,
-        num_host_blocks=NUM_HOST_BLOCKS,
-    )
-    asked = _trace(cell)
-    trace = fitting(asked, config.max_model_len)
-    policy = policy_of(cell.preset, costs)
-    result = replay(llm, trace, config, policy, costs=costs, ledger=Ledger())
-    return {
-        **cell.values(),
-        **{"overlap": True, "layout": None, "overhead": None, "costs": None},
-        **result.summary(),
-        "num_cut": int((trace.prompt_lens < asked.prompt_lens).sum()),
-        "scheduling_seconds": result.scheduling_seconds,
-        "prediction_seconds": result.prediction_seconds,
-        "prediction_errors": {kind: dataclasses.asdict(one) for kind, one in costs.report().items()},
-    }
-
-
-def load_engine(model: str, *, max_num_seqs: int, load_format: str, dtype: str) -> LLM:
-    """An engine with the evaluation's pools, for `run_cell`."""
-    from jaxllm import LLM
-
-    return LLM(
-        model,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        warm_up="all",
-        load_format=load_format,
-        dtype=dtype,
-        max_num_seqs=max_num_seqs,
-        num_gpu_blocks_override=NUM_GPU_BLOCKS,
-        num_host_blocks=NUM_HOST_BLOCKS,
-        block_size=BLOCK_SIZE,
-    )

@@ -203,7 +203,7 @@ def test_a_slow_reader_is_not_the_devices_time(llm, prompts):
         def observe_copies(self, timed):
             raise AssertionError("there are none")
 
-    observer, llm.engine._observer = llm.engine._observer, Observer()
+    observer, llm.engine.loop._observer = llm.engine.loop._observer, Observer()
     try:
         for _ in llm.stream([prompts[0]], GREEDY):
             time.sleep(0.1)
@@ -212,7 +212,7 @@ def test_a_slow_reader_is_not_the_devices_time(llm, prompts):
             llm.engine.step()
             time.sleep(0.1)
     finally:
-        llm.engine._observer = observer
+        llm.engine.loop._observer = observer
     assert max(seconds, default=0.0) < 0.1
 
 

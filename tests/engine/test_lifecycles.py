@@ -193,10 +193,10 @@ def test_a_forked_process_is_told_to_spawn():
 
 
 def test_a_process_forked_before_jax_was_used_is_as_good_as_any(monkeypatch):
-    monkeypatch.setattr(forks, "_number", 1)
+    monkeypatch.setattr(forks, "number", 1)
     monkeypatch.setattr(forks, "_of_jax", None)
     forks.note_jax()
-    monkeypatch.setattr(forks, "_number", 2)
+    monkeypatch.setattr(forks, "number", 2)
     with pytest.raises(EngineError, match="spawn"):
         forks.note_jax()
 

@@ -148,14 +148,14 @@ def test_as_many_steps_as_50_ms_hold(llm, prompts, tick, allowed):
         return now
 
     engine = make_engine(llm, scheduler_class=Recording, async_scheduling=False, num_scheduler_steps=None)
-    engine._clock = clock
+    engine.loop._clock = clock
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
     engine.add_request("0", prompts[1][:4], params)
     engine.step()
     while engine.has_unfinished_requests:
         engine.step()
         # The clock counts a program as one tick however many iterations it has.
-        engine._decode_seconds = max(engine._decode_seconds, tick)
+        engine.loop._decode_seconds = max(engine.loop._decode_seconds, tick)
     assert engine.scheduler.allowed[0] == 1
     assert engine.scheduler.allowed[-2] == allowed
 

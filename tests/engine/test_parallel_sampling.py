@@ -110,7 +110,7 @@ def test_an_abort_ends_all_samples(llm):
     engine.add_request("a", PROMPT, SamplingParams(**SEEDED, n=2))
     engine.drop("a")
     assert not engine.has_unfinished_requests
-    assert not engine._builders
+    assert not engine.loop.outbox.builders
 
 
 def test_samples_are_the_same_under_preemption(alone):

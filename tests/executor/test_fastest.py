@@ -11,7 +11,6 @@ from variants import golden_checkpoint, golden_data
 from jaxllm import SamplingParams
 from jaxllm.errors import ConfigError
 from jaxllm.executor import fastest as module
-from jaxllm.executor import model_executor
 from jaxllm.executor.fastest import AttentionShape, candidates, fastest
 from jaxllm.pallas_kernels import triton
 
@@ -102,7 +101,7 @@ def test_an_engine_uses_what_was_chosen(monkeypatch):
         chosen.append(shape)
         return "triton" if shape.num_seqs is None else "xla"
 
-    monkeypatch.setattr(model_executor, "fastest", choose)
+    monkeypatch.setattr(module, "fastest", choose)
     llm = make_llm(golden_checkpoint(NAME), attention_implementation="fastest")
     rows, tokens = SMALL["decode_buckets"][0], SMALL["prefill_buckets"][0]
     assert {(shape.num_rows, shape.num_seqs is None) for shape in chosen} == {(rows, True), (tokens, False)}

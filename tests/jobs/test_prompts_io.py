@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError, RequestError, SamplingParamsError
-from jaxllm.jobs.prompts_io import OutputFile, prompts_from_arguments, read_jsonl_file, read_text_file
+from jaxllm.jobs.output_file import OutputFile
+from jaxllm.jobs.prompts_io import prompts_from_arguments, read_jsonl_file, read_text_file
 from jaxllm.sampling.params import SamplingParams
 
 PARAMS = SamplingParams(top_k=7)
@@ -323,7 +324,8 @@ def test_truncated_anywhere_resume_gives_every_index_once(tmp_path_factory, orde
 def test_kill_9_loses_at_most_the_line_being_written(tmp_path):
     path = tmp_path / "out.jsonl"
     program = f"""
-        from jaxllm.jobs.prompts_io import OutputFile, prompts_from_arguments
+        from jaxllm.jobs.output_file import OutputFile
+        from jaxllm.jobs.prompts_io import prompts_from_arguments
         from jaxllm.sampling.params import SamplingParams
         rows = prompts_from_arguments([f"p{{i}}" for i in range(2_000)], SamplingParams(top_k=7))
         output = OutputFile({str(path)!r}, rows)

@@ -18,7 +18,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.research.bench.results import command_line
 from jaxllm.research.commands import make_model
 from jaxllm.research.commands.compare import MAX_MODEL_LEN
-from jaxllm.research.compare import report
+from jaxllm.research.compare import machine, report
 from jaxllm.research.compare.agreement import agreement, divergences
 from jaxllm.research.compare.backends import BACKENDS, WORKERS, Backend, get_backends, interpreters
 from jaxllm.research.compare.process import Worker, WorkerError
@@ -597,14 +597,14 @@ def fake_results():
         "seed": 0,
         "device": "cpu",
         "threads": 2,
-        "hardware": report.hardware() | {"cores": 2, "busy_share_at_start": 0.05},
+        "hardware": machine.hardware() | {"cores": 2, "busy_share_at_start": 0.05},
         "rows": rows,
     }
 
 
 @pytest.fixture(autouse=True)
 def short_samples(monkeypatch):
-    monkeypatch.setattr(report, "_BUSY_SAMPLE_SECONDS", 0.05)
+    monkeypatch.setattr(machine, "_BUSY_SAMPLE_SECONDS", 0.05)
 
 
 def test_table():

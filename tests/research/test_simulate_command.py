@@ -25,7 +25,8 @@ from jaxllm.research.commands.simulate import add_options
 from jaxllm.research.simulator import run as low_level
 from jaxllm.research.simulator.drawing import queue_of
 from jaxllm.research.simulator.gpu import pool_blocks
-from jaxllm.research.simulator.study import FIGURES, policies_of
+from jaxllm.research.simulator.outcome import FIGURES
+from jaxllm.research.simulator.study import policies_of
 from jaxllm.research.simulator.system import make_system
 from jaxllm.research.workloads import (
     Poisson,

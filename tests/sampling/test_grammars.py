@@ -231,7 +231,7 @@ def test_processes_end_with_what_they_serve(tokenizer):
 def test_a_closed_llm_keeps_no_grammar_nor_what_tries_them():
     llm = LLM(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32)
     llm.generate("a", SamplingParams(max_tokens=4, structured_outputs={"regex": "[ab]+"}), use_tqdm=False)
-    kept = llm.engine._inputs._masks._grammars
+    kept = llm.engine.inputs._masks._grammars
     (process,) = kept._made[1]._idle
     assert kept.num_bytes > 0
     llm.close()
@@ -358,7 +358,7 @@ def test_a_grammar_that_compiles_holds_up_nobody_at_the_server(monkeypatch):
         threads = [threading.Thread(target=ask, args=(body,)) for body in bodies]
         for thread in threads:
             thread.start()
-        while len(server.service.made.engine._inputs._masks._grammars._kept) < 3:
+        while len(server.service.made.engine.inputs._masks._grammars._kept) < 3:
             time.sleep(0.01)
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
         assert not answers

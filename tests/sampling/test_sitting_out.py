@@ -74,15 +74,15 @@ def test_a_late_mask_holds_back_its_own_request_alone(monkeypatch):
         try:
             for name, one in params.items():
                 engine.add_request(name, "The cat", one)
-            late.append(engine._states["slow"].request.token_mask.grammar)
+            late.append(engine.loop.states["slow"].request.token_mask.grammar)
             late[0].num_checks = 1000
-            engine._states["quick"].request.token_mask.grammar.num_checks = 0
+            engine.loop.states["quick"].request.token_mask.grammar.num_checks = 0
             ended = {}
             while len(ended) < 2:
                 ended |= {output.request_id: output for output in engine.step() if output.finished}
                 engine.scheduler.check()
             assert ended.keys() == {"quick", "free"}
-            assert len(engine._states["slow"].request.output_token_ids) == 1
+            assert len(engine.loop.states["slow"].request.output_token_ids) == 1
         finally:  # its thread is the process's
             may_end.set()
         ended |= {output.request_id: output for output in _run(engine) if output.finished}
@@ -103,7 +103,7 @@ def test_what_others_have_sampled_does_not_wait_for_a_late_mask(monkeypatch):
         engine = llm.engine
 
         def note(self, states, seconds):
-            held.append(len(engine._deliveries))
+            held.append(len(engine.loop.outbox._deltas))
             wait(self, states, min(seconds, 0.01))
 
         slow = SamplingParams(max_tokens=4, seed=1, structured_outputs={"regex": "[a-z ]{20}"})
@@ -114,7 +114,7 @@ def test_what_others_have_sampled_does_not_wait_for_a_late_mask(monkeypatch):
         try:
             engine.add_request("slow", "The cat", slow)
             engine.add_request("free", "The cat", SamplingParams(max_tokens=8, seed=3, ignore_eos=True))
-            engine._states["slow"].request.token_mask.grammar.num_checks = 1000
+            engine.loop.states["slow"].request.token_mask.grammar.num_checks = 1000
             ended = []
             while not (ended and held):
                 ended += [output.request_id for output in engine.step() if output.finished]

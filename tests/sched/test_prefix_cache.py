@@ -485,7 +485,7 @@ def test_tokens_never_depend_on_what_is_shared(llm, data):
         async_scheduling=data.draw(st.booleans()),
         enable_prefix_caching=True,
     )
-    engine._executor = poisoning = Poisoning(engine._executor, engine.scheduler)
+    engine.loop._executor = poisoning = Poisoning(engine.loop._executor, engine.scheduler)
     outputs = run(engine, prompts, params)
     assert poisoning.num_poisoned
     for output, prompt, param in zip(outputs, prompts, params, strict=True):

@@ -125,7 +125,7 @@ def test_where_nothing_is_added_there_is_nothing_to_begin_with(server, monkeypat
     tokenizer = server.service.tokenizer
     monkeypatch.setattr("jaxllm.text.tokenizer._encode", lambda *_, **__: [])
     with pytest.raises(RequestError, match="adds no token of its own"):
-        server.service.made.engine._inputs._tokenize("")
+        server.service.made.engine.inputs._tokenize("")
     assert tokenizer is not None
 
 

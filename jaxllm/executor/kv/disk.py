@@ -12,15 +12,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import hashlib
 import heapq
-import io
 import json
 import logging
 import os
 import re
 import stat
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,18 +27,12 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from jaxllm.errors import ConfigError
+from jaxllm.executor.kv.block_format import FORMAT, FORMAT_VERSION, BlockFormat, DamagedError
 from jaxllm.executor.kv.whole_files import TEMPORARY_NAME, is_left_over, replace_file
 from jaxllm.sched.cache.names import BlockName
 
-FORMAT = "jaxllm-kv-blocks"
-FORMAT_VERSION = 2
-"""1 may hold blocks that were copied before they were computed."""
-
 _logger = logging.getLogger(__name__)
 _ABOUT = "about.json"
-_HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes of the tokens, bytes of the block
-_MAGIC = b"jaxllmKV"
-_CHECKSUM_BYTES = 16
 _SCANS_PER_LIMIT = 16
 
 _FOLDER_NAME = re.compile("[0-9a-f]{32}")
@@ -54,10 +45,6 @@ class _File(NamedTuple):
 
     size: int
     used_ns: int
-
-
-class _DamagedError(Exception):
-    """A file does not hold the block of its name; says how."""
 
 
 class BlockFiles:
@@ -94,15 +81,9 @@ class BlockFiles:
             raise ConfigError(
                 f"max_bytes={max_bytes} must be at least 1; leave the folder out to keep no files"
             )
-        if not self.shape or min(self.shape) < 1:
-            raise ConfigError(f"shape={self.shape} of a block must be of one or more sizes of at least 1")
-        if self.dtype.hasobject:
-            raise ConfigError(f"dtype={self.dtype} holds Python objects; blocks are of numbers")
-        self._block_bytes = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-        person = f"KV blocks {FORMAT_VERSION}".encode()
-        self._key = hashlib.blake2b(fingerprint.encode(), digest_size=16, person=person).digest()
+        self._format = BlockFormat(fingerprint, self.shape, self.dtype)
         self._root = os.path.abspath(self.folder)
-        self._own = os.path.join(self._root, self._key.hex())
+        self._own = os.path.join(self._root, self._format.key.hex())
         self._lock, self._scan_lock, self._warn_lock = (threading.Lock() for _ in range(3))
         self._files: dict[str, _File] = {}  # by path, as believed; replaced as a whole by a scan
         self._oldest: list[tuple[int, bool, str]] = []  # heap of times, foreign or not, paths; some outdated
@@ -169,16 +150,14 @@ class BlockFiles:
         """
         if block.shape != self.shape or block.dtype != self.dtype:
             raise ValueError(f"block is {block.dtype}{block.shape}, expected {self.dtype}{self.shape}")
-        path, size = self._path(name), self._size(name)
+        path, size = self._path(name), self._format.size(name)
         if size > self.max_bytes:
             message = "KV blocks of %d bytes are not kept in %s: max_bytes=%d is less, raise it"
             self._warn("size", message, size, self.folder, self.max_bytes)
             return False
         if self._use(path, size):
             return False
-        content = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
-        header = self._header(name)
-        parts = (header, self._checksum(header, name, content), name.tokens, content.data)
+        parts = self._format.parts(name, block)
         with self._lock:
             is_scan_due = self._num_unseen > self.max_bytes // _SCANS_PER_LIMIT
             if is_scan_due:
@@ -210,19 +189,19 @@ class BlockFiles:
         path = self._path(name)
         try:
             with open(path, "rb") as file:
-                block = self._parse(file, name)
+                block = self._format.parse(file, name)
         except FileNotFoundError:
             with self._lock:
                 if not os.path.exists(path):  # it may have been written meanwhile
                     self._forget(path)
             return None
-        except _DamagedError as error:
+        except DamagedError as error:
             self._remove_damaged(path, error)
             return None
         except OSError as error:
             self._warn_of(error, "read from")
             return None
-        self._use(path, self._size(name))
+        self._use(path, self._format.size(name))
         return block
 
     def clear(self) -> None:
@@ -236,36 +215,6 @@ class BlockFiles:
     def _path(self, name: BlockName) -> str:
         digest = name.digest.hex()
         return f"{self._own}/{digest[:2]}/{digest}"
-
-    def _size(self, name: BlockName) -> int:
-        return _HEADER.size + _CHECKSUM_BYTES + len(name.tokens) + self._block_bytes
-
-    def _header(self, name: BlockName) -> bytes:
-        return _HEADER.pack(_MAGIC, FORMAT_VERSION, len(name.tokens), self._block_bytes)
-
-    def _checksum(self, header: bytes, name: BlockName, content: np.ndarray) -> bytes:
-        """Of all that a file holds, and of whose it is: a copy under another name or fingerprint fails."""
-        hasher = hashlib.blake2b(header, digest_size=_CHECKSUM_BYTES, key=self._key)
-        hasher.update(name.digest)
-        hasher.update(name.tokens)
-        hasher.update(content.data)
-        return hasher.digest()
-
-    def _parse(self, file: io.BufferedReader, name: BlockName) -> np.ndarray:
-        size, expected = os.fstat(file.fileno()).st_size, self._size(name)
-        if size != expected:
-            raise _DamagedError(f"it has {size} bytes instead of {expected}")
-        header = file.read(_HEADER.size)
-        if header != self._header(name):
-            raise _DamagedError(f"it does not begin like a block of format {FORMAT_VERSION}")
-        checksum = file.read(_CHECKSUM_BYTES)
-        if file.read(len(name.tokens)) != name.tokens:
-            raise _DamagedError("it is of other tokens")
-        content = np.empty(self._block_bytes, np.uint8)
-        file.readinto(content.data)
-        if checksum != self._checksum(header, name, content):
-            raise _DamagedError("its checksum is wrong")
-        return content.view(self.dtype).reshape(self.shape)
 
     def _use(self, path: str, size: int) -> bool:
         """Whether a file of this size is there; if so, it is used now."""
@@ -353,7 +302,7 @@ class BlockFiles:
         self._forget(path)
         return True
 
-    def _remove_damaged(self, path: str, why: _DamagedError) -> None:
+    def _remove_damaged(self, path: str, why: DamagedError) -> None:
         with self._lock:
             is_removed = self._remove(path)
             is_left = not is_removed and os.path.exists(path)

@@ -19,7 +19,7 @@ from jaxllm.errors import ConfigError, reason
 from jaxllm.models.config import read_hf_config
 from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.research.commands.rows import add_of_traces, reading_of, too_long_of
-from jaxllm.research.compare import report
+from jaxllm.research.compare import machine, report
 from jaxllm.research.compare.backends import BACKENDS, get_backends, interpreters
 from jaxllm.research.compare.install import RECIPES, install
 from jaxllm.research.compare.latency import poisson_arrivals
@@ -355,7 +355,7 @@ def _facts(
         "model": {"name": args.model.resolve().name, **{name: config.get(name) for name in names}},
         **{name: getattr(args, name) for name in own},
         **{name: job[name] for name in ("max_model_len", "num_blocks")},
-        "hardware": report.hardware(),
+        "hardware": machine.hardware(),
     }
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import re
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,6 @@ from jaxllm.research.intervals import ratio_interval
 
 _MAX_GAPS = 16  # divergences whose logits are looked at, per back-end
 _BUSY = 0.1  # share of the processors' time above which the numbers are worth little
-_BUSY_SAMPLE_SECONDS = 3.0
 _COLUMNS = (
     "back-end",
     "output tokens/s",
@@ -44,51 +39,6 @@ _LATENCY_COLUMNS = (
     "p99",
     "output tokens/s",
 )
-
-
-def hardware() -> dict[str, Any]:
-    """The processor, its cores and its memory."""
-    model = platform.processor() or platform.machine()
-    memory = None
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-        model = found.group(1) if found else model
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        pass
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "memory_bytes": memory,
-        "system": f"{platform.system()} {platform.machine()}",
-        "busy_share_at_start": busy_share(_BUSY_SAMPLE_SECONDS),
-    }
-
-
-def busy_share(seconds: float) -> float | None:
-    """How much of the processors' time others take now; None where it cannot be told.
-
-    Processes of lowest priority, which make way, do not count; nor does what ran before, as it would in a
-    load average.
-    """
-    first = _processor_times()
-    if first is None:
-        return None
-    time.sleep(seconds)
-    second = _processor_times()
-    assert second is not None
-    spent = [after - before for before, after in zip(first, second, strict=True)]
-    _, nice, _, idle, wait, *_ = spent
-    return round(1 - (nice + idle + wait) / max(1, sum(spent)), 3)
-
-
-def _processor_times() -> list[int] | None:
-    try:
-        words = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
-    except OSError:
-        return None
-    return [int(word) for word in words[1:9]]
 
 
 def collect(

@@ -14,7 +14,7 @@ from jaxllm.research.figures import COLOURS, import_pyplot, save
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from jaxllm.research.simulator.study import Run, Simulation
+    from jaxllm.research.simulator.outcome import Run, Simulation
 
 _DRAWN = ("tokens_per_second", "first_token_seconds", "token_seconds", "waiting_seconds")
 _DASHES = ("-", "--", "-.", ":")
@@ -73,7 +73,7 @@ def _counts(
 
 
 def _bars(panel: Axes, simulation: Simulation, name: str) -> None:
-    from jaxllm.research.simulator.study import FIGURES
+    from jaxllm.research.simulator.outcome import FIGURES
 
     title, scale, _ = FIGURES[name]
     for place, policy in enumerate(simulation.policies):
