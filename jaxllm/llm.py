@@ -88,7 +88,7 @@ class LLM:
         self._thread = thread_of([one.engine for one in self.replicas])
         threads = self._thread.threads if isinstance(self._thread, Replicas) else [self._thread]
         self._residences = [
-            Residence(one.engine, thread, one.executor, one.device, one.reload)
+            Residence(one.engine, thread, one.executor, one.device, one.reload, one.is_other)
             for one, thread in zip(self.replicas, threads, strict=True)
         ]
         self._ids = itertools.count()
@@ -212,8 +212,8 @@ class LLM:
         Nothing is taken before the first output is asked for. Closing the iterator ends what is left.
 
         Args:
-            rows: prompts as in `generate`; of mappings `sampling_params`, `priority` and `deadline` are the
-                row's own.
+            rows: prompts as in `generate`, or one of them; of mappings `sampling_params`, `priority` and
+                `deadline` are the row's own.
             sampling_params: of rows without; `get_default_sampling_params` if None.
             in_order: yield outputs in the order of the rows, and not as they end. Those that end early are
                 kept, at most eight times as many as are in flight.
@@ -226,7 +226,7 @@ class LLM:
             Outputs. A row that is refused has one whose `finish_reason` is "error", and `stop_reason` why.
 
         Raises:
-            ConfigError: `max_in_flight` is no positive integer.
+            ConfigError: `max_in_flight` or `first_place` is out of range, or there are no rows in `rows`.
             EngineError: the engine has failed, or a thread runs requests of its own on `engine`.
             Exception: what `rows` or a scheduling policy raised.
         """
@@ -234,7 +234,15 @@ class LLM:
         most = usual if max_in_flight is None else max_in_flight
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise ConfigError(f"max_in_flight={shown(most)} must be None or an integer of at least 1")
+        if isinstance(first_place, bool) or not isinstance(first_place, int) or first_place < 0:
+            raise ConfigError(f"first_place={shown(first_place)} must be an integer of at least 0")
         refuse_table(rows)
+        if isinstance(rows, str | Mapping):
+            rows = [rows]
+        if not isinstance(rows, Iterable) or isinstance(rows, bytes):
+            raise ConfigError(
+                f"rows={shown(rows)} must be prompts, one after another: give a list or an iterator"
+            )
         params = self._default_params if sampling_params is None else sampling_params
         named = (
             (f"rows[{place}]/{next(self._ids)}", place, row) for place, row in enumerate(rows, first_place)
@@ -412,6 +420,7 @@ class LLM:
         Raises:
             ConfigError: a tag is unknown; or the weights, which were given (`params`, `update_weights`), are
                 gone: call `update_weights` first.
+            WeightsError: the checkpoint's weights cannot be read; the engine sleeps on.
             CapacityError: there is no room for the pool any more; the engine sleeps on.
             EngineError: the engine has failed.
         """

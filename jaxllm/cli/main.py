@@ -13,6 +13,7 @@ from typing import NoReturn
 import jaxllm
 from jaxllm.commands.needs import check_needs
 from jaxllm.commands.options import loggers_put_back
+from jaxllm.commands.signals import lost_interrupts_return
 from jaxllm.commands.words import flags_of, in_flags, way_out_of
 from jaxllm.errors import JaxllmError, did_you_mean
 from jaxllm.system.options import is_encodable
@@ -101,7 +102,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 when all went well, 2 for wrong usage, configuration or input, 130 when interrupted.
     """
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        with lost_interrupts_return():
+            return _run(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:
+        print("jaxllm: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
     parser = build_parser(arguments[0] if arguments else "")
     if not arguments:
         parser.print_help()
@@ -121,9 +130,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except SystemExit as error:  # argparse's, after --help, --version or wrong usage
         return error.code if isinstance(error.code, int) else EXIT_ERROR
-    except KeyboardInterrupt:
-        print("jaxllm: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of stdout has gone, as in `jaxllm generate ... | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE

@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+
+_SECONDS_TO_COME_AGAIN = 0.05
+
+
+@contextlib.contextmanager
+def lost_interrupts_return() -> Iterator[None]:
+    """Let Ctrl-C come again where no exception gets out, as of what the garbage collector calls."""
+    before = sys.unraisablehook
+
+    def again(found: sys.UnraisableHookArgs) -> None:
+        if issubclass(found.exc_type, KeyboardInterrupt):
+            later = threading.Timer(_SECONDS_TO_COME_AGAIN, os.kill, (os.getpid(), signal.SIGINT))
+            later.daemon = True
+            later.start()  # here it would be lost, too
+        else:
+            before(found)
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 @contextlib.contextmanager

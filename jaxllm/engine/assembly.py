@@ -84,6 +84,7 @@ class Assembly:
         default_params: the checkpoint's own sampling parameters.
         device: where weights and pool are, or the first of several.
         reload: reads the checkpoint's weights again; None if others were given.
+        is_other: whether the checkpoint has other weights by now than those that files are of.
         files: of the prefix cache; None if there are none.
     """
 
@@ -98,6 +99,7 @@ class Assembly:
     default_params: SamplingParams
     device: jax.Device
     reload: Callable[[], Iterator[tuple[str, jax.Array]]] | None
+    is_other: Callable[[], bool]
     files: BlockFiles | None = None
 
 
@@ -267,10 +269,11 @@ def _join(
     executor, scheduling = loaded.executor, chosen.scheduling
     costs = named(scheduling.costs)
     costs_source = _settle_costs(config, executor, chosen)
-    files = None
+    files = weights = None
     if config.prefix_cache_dir is not None:
+        weights = weights_fingerprint(model.folder)
         files = _keep_files(
-            config, model.folder, executor, sizes.model_config, chosen.kernels, sizes.num_writing_blocks
+            config, weights, executor, sizes.model_config, chosen.kernels, sizes.num_writing_blocks
         )
     if ledger is not None:
         ledger.costs = None if costs_source is None else costs
@@ -311,13 +314,14 @@ def _join(
         model.default_params,
         model.device,
         loaded.reload,
+        lambda: weights is not None and weights_fingerprint(model.folder) != weights,
         files,
     )
 
 
 def _keep_files(
     config: EngineConfig,
-    folder: Path,
+    weights: str,
     executor: ModelExecutor,
     model_config: ModelConfig,
     kernels: str,
@@ -330,7 +334,7 @@ def _keep_files(
         b"" if rope is None else rope.inverse_frequencies().tobytes()
     )  # some depend on max_model_len
     about: dict[str, object] = {
-        "weights": weights_fingerprint(folder),
+        "weights": weights,
         "load_format": config.load_format,
         "overrides": sorted((config.hf_overrides or {}).items()),
         "rope": hashlib.blake2b(frequencies, digest_size=16).hexdigest(),

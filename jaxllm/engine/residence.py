@@ -31,6 +31,7 @@ class Residence:
         executor: holds them.
         device: where.
         reload: reads the weights of the checkpoint again; None if they were given.
+        is_other: whether the checkpoint has other weights by now than those that files are of.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class Residence:
         executor: ModelExecutor,
         device: jax.Device,
         reload: Callable[[], Iterator[tuple[str, jax.Array]]] | None,
+        is_other: Callable[[], bool],
     ) -> None:
         self._engine, self._thread, self._executor = engine, thread, executor
-        self._device, self._reload = device, reload
+        self._device, self._reload, self._is_other = device, reload, is_other
 
     @under_jax_defaults
     def update_weights(self, params: Mapping[str, Any]) -> None:
@@ -67,7 +69,7 @@ class Residence:
 
         def change() -> None:
             executor.replace_weights(iter_given(params, executor.config.dtype, self._device))
-            executor.forget_files(json.dumps({"weights": uuid.uuid4().hex}))
+            self._forget_files()
             self._reload = None
 
         self._change(change)
@@ -107,23 +109,28 @@ class Residence:
         def change() -> None:
             if needs_weights and reload is not None:
                 executor.replace_weights(reload())
+                if self._is_other():
+                    self._forget_files()
             if needs_pool:
                 executor.remake_pool()
 
-        self._change(change)
+        self._change(change, (CapacityError, ConfigError, WeightsError))
 
-    def _change(self, change: Callable[[], object]) -> None:
-        """Make a change that no request may live through."""
+    def _forget_files(self) -> None:
+        """Those are of other weights."""
+        self._executor.forget_files(json.dumps({"weights": uuid.uuid4().hex}))
 
-        lacking: list[CapacityError] = []
+    def _change(self, change: Callable[[], object], lacking: tuple[type[Exception], ...] = ()) -> None:
+        """Make a change that no request may live through; what is `lacking` leaves the engine asleep."""
+        found: list[Exception] = []
 
         def whole() -> None:
             try:
                 change()
-            except CapacityError as error:  # there is nothing wrong with the engine: it sleeps on
-                lacking.append(error)
+            except lacking as error:  # there is nothing wrong with the engine
+                found.append(error)
             self._engine.is_asleep = not (self._executor.has_pool and self._executor.has_weights)
 
         self._thread.call(lambda: self._engine.while_idle(whole))
-        if lacking:
-            raise lacking[0]
+        if found:
+            raise found[0]

@@ -43,7 +43,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[str, RequestState] = {}
         self._waiting: list[threading.Event] = []  # for what was commanded to have taken place
-        self._lock = threading.Lock()  # of the thread's beginning and end
+        self._lock = threading.RLock()  # of the thread's beginning and end
         self._thread: threading.Thread | None = None
 
     def submit(self, requests: Sequence[tuple[str, dict[str, Any]]], *, stream: bool) -> OutputStream:
@@ -119,6 +119,7 @@ class EngineThread:
             EngineError: the engine belongs to a thread that is not the caller.
         """
         self._engine.owner.check_process()
+        self._check_interrupted()
         with self._lock:
             if not self._is_running:
                 self._start()
@@ -126,13 +127,7 @@ class EngineThread:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests, and wait until they have; those that have ended are left alone."""
-        done = threading.Event()
-        self._engine.owner.check_process()
-        with self._lock:
-            if not self._is_running:
-                return
-            self._commands.put(functools.partial(self._abort, request_ids, done))
-        done.wait()
+        self._have_done(functools.partial(self._abort, request_ids), lambda: None)
 
     def abort_soon(self, request_ids: Sequence[str]) -> None:
         """The same without waiting, nor a lock: from wherever the garbage collector runs."""
@@ -149,14 +144,7 @@ class EngineThread:
 
     def reset_prefix_cache(self) -> None:
         """Let later requests compute all of their prompts; those under way keep what they have found."""
-        done = threading.Event()
-        self._engine.owner.check_process()
-        with self._lock:
-            if not self._is_running:
-                self._engine.reset_prefix_cache()
-                return
-            self._commands.put(functools.partial(self._reset_prefix_cache, done))
-        done.wait()
+        self._have_done(self._reset_prefix_cache, self._engine.reset_prefix_cache)
 
     def call(self, action: Callable[[], _R]) -> _R:
         """Do something with the engine in its thread, or in this one while there is none.
@@ -166,6 +154,7 @@ class EngineThread:
         """
         done: concurrent.futures.Future[_R] = concurrent.futures.Future()
         self._engine.owner.check_process()
+        self._check_interrupted()
         with self._lock:
             if not self._is_running:
                 return action()
@@ -174,14 +163,34 @@ class EngineThread:
 
     def close(self) -> None:
         """End all requests, and let the engine be used no more."""
+        self._have_done(self._close, self._engine.close)
+
+    def _have_done(self, command: Callable[[threading.Event], object], alone: Callable[[], object]) -> None:
+        """Have the thread do something, and wait until it has; without a thread do it here.
+
+        In a signal handler that interrupts the start of the thread nobody can wait: it is done soon after.
+        """
         done = threading.Event()
         self._engine.owner.check_process()
+        is_interrupted = self._is_interrupted
         with self._lock:
-            if not self._is_running:
-                self._engine.close()
+            if not self._is_running and not (is_interrupted and self._thread is not None):
+                alone()
                 return
-            self._commands.put(functools.partial(self._close, done))
-        done.wait()
+            self._commands.put(functools.partial(command, done))
+        if not is_interrupted:
+            done.wait()
+
+    def _check_interrupted(self) -> None:
+        if self._is_interrupted:
+            raise EngineError(
+                "a signal handler cannot wait for the call that it interrupts: call it from another thread"
+            )
+
+    @property
+    def _is_interrupted(self) -> bool:
+        """Whether this is a signal handler of a thread that holds the lock."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # as threading.Condition asks
 
     def has_ended(self, request_ids: Iterable[str]) -> bool:
         """Whether none of the requests is live, or about to be."""
@@ -341,9 +350,12 @@ class OutputStream(Iterator[RequestOutput]):
             if isinstance(item, BaseException):
                 self._builders.clear()
                 raise item
-            output = self._builders[request_id].add(item)
+            builder = self._builders.get(request_id)
+            if builder is None:  # another thread has closed this
+                continue
+            output = builder.add(item)
             if item.finish_reason is not None:
-                del self._builders[request_id]
+                self._builders.pop(request_id, None)
             if output is not None:
                 return output
         raise StopIteration

@@ -85,7 +85,8 @@ def read_prompts(
 
     read = _csv_rows if kind == "csv" else _parquet_rows
     named = {"--id-column": [id_column] if id_column else [], "--where": [*(where or ())]}
-    return rows_of(path, read(path, column, named), row, sampling_params, keep_bad=True)
+    found = read(path, column, named)
+    return rows_of(path, found, row, sampling_params, id_column=id_column, keep_bad=True)
 
 
 def kind_of_file(path: str | os.PathLike[str]) -> tuple[str | None, str, bool]:
@@ -132,10 +133,11 @@ def _csv_rows(path: str, column: str | None, named: Mapping[str, Sequence[str]])
         lines = _RowLines(path, text)
         reader = csv.reader(lines, strict=True)
         try:
-            columns = next(reader, [])
+            columns = next(filter(None, reader), [])  # blank lines are none
         except csv.Error as error:
             lines.check_end()
-            raise ConfigError(f"{path}, line 1: no valid CSV ({error})") from error
+            raise ConfigError(f"{path}, line {reader.line_num}: no valid CSV ({error})") from error
+        (id_column,) = named["--id-column"] or ["id"]
         if columns:
             _check_columns(path, columns, column, _CSV_KEYS, ["prompt"], named)
         while True:
@@ -151,13 +153,18 @@ def _csv_rows(path: str, column: str | None, named: Mapping[str, Sequence[str]])
                 continue
             if values is None:
                 return
+            if not values:
+                continue
             if len(values) != len(columns):
                 problem = f"has {len(values)} values, and there are {len(columns)} columns: quote commas"
                 yield source, RequestError(f"{source}: {problem}.")
             elif any("\udc80" <= character <= "\udcff" for value in values for character in value):
                 yield source, RequestError(f"{source}: no UTF-8. Convert the file to UTF-8.")
             else:
-                yield source, dict(zip(columns, values, strict=True))
+                row: dict[str, str | None] = dict(zip(columns, values, strict=True))
+                if row.get(id_column) == "":  # as a Parquet file's null
+                    row[id_column] = None
+                yield source, row
 
 
 class _RowLines:

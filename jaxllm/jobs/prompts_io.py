@@ -163,7 +163,8 @@ def read_jsonl_file(
         return row_of(index, source, values, sampling_params, column or "prompt", id_column=id_column)
 
     with opened(path) as file:
-        rows = rows_of(os.fspath(path), _lines(os.fspath(path), file), row, sampling_params, keep_bad)
+        name = os.fspath(path)
+        rows = rows_of(name, _lines(name, file), row, sampling_params, keep_bad, id_column)
     if unseen:
         raise RequestError(f"{os.fspath(path)}: no line has {min(unseen)!r}, which --where names.")
     return rows
@@ -175,6 +176,7 @@ def rows_of(
     make: Callable[[int, str, _Item], PromptRow | None],
     sampling_params: SamplingParams,
     keep_bad: bool,
+    id_column: str | None = None,
 ) -> list[PromptRow]:
     """The rows of a file, whose ids differ; those that are bad are kept as such, or raise.
 
@@ -184,6 +186,7 @@ def rows_of(
         make: makes a row of its index, place and content; None of one that is not wanted.
         sampling_params: of rows that are bad.
         keep_bad: whether to keep them.
+        id_column: which holds the ids, "id" if None.
     """
     rows: list[PromptRow] = []
     source_of_id: dict[str | int, str] = {}
@@ -204,7 +207,7 @@ def rows_of(
         except JaxllmError as error:
             if not keep_bad:
                 raise
-            row = PromptRow(index, source, sampling_params, id=_id_of(item), error=error)
+            row = PromptRow(index, source, sampling_params, id=_id_of(item, id_column), error=error)
         rows.append(row)
     if index < 0:
         raise RequestError(f"{name}: the file is empty. Give at least one prompt.")
@@ -225,14 +228,14 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _id_of(item: object) -> str | int | None:
+def _id_of(item: object, id_column: str | None) -> str | int | None:
     """The id that a bad row has all the same, a JSON line or its values."""
     if isinstance(item, str | bytes):
         try:
             item = json.loads(item)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-    found = item.get("id") if isinstance(item, Mapping) else None
+    found = item.get(id_column or "id") if isinstance(item, Mapping) else None
     return found if isinstance(found, str | int) and not isinstance(found, bool) else None
 
 
@@ -317,7 +320,7 @@ def row_of(
             known["prompt"] = values[column]
         return dataclasses.replace(_row(index, source, known, defaults), extras=extras)
     except JaxllmError as error:
-        return PromptRow(index, source, defaults, id=_id_of(values), error=error, extras=extras)
+        return PromptRow(index, source, defaults, id=_id_of(values, None), error=error, extras=extras)
 
 
 def parse_row(index: int, source: str, line: str, defaults: SamplingParams) -> PromptRow:

@@ -164,11 +164,17 @@ def _try_out(vocabulary: Vocabulary, request: dict[str, Any], writing: int) -> N
     try:
         answer = dataclasses.asdict(try_out(vocabulary, StructuredOutputsParams(**request)))
     except (ValueError, RecursionError) as error:
-        answer = {"error": str(error).strip()}
+        answer = {"error": told(error)}
     except MemoryError:
         os.abort()  # as native code does
     with open(writing, "wb") as pipe:
         pipe.write(json.dumps(answer).encode())
+
+
+def told(error: Exception) -> str:
+    """What a grammar's error says. The library panics where something is too large."""
+    what = str(error).partition("<backtrace>")[0].strip()
+    return f"it is too large ({what.removeprefix('panic: ')})" if what.startswith("panic: ") else what
 
 
 def _bound(limit: int, most: int) -> None:

@@ -424,3 +424,29 @@ def test_convert(tmp_path, capsys):
 def test_text_and_output_exclude_each_other(tmp_path, capsys):
     assert main(["generate", "x", "--text", "--output", str(tmp_path / "o.jsonl")]) == 2
     assert "--text is for stdout" in capsys.readouterr().err
+
+
+def test_an_interrupt_that_is_lost_where_no_exception_gets_out_comes_again(run, monkeypatch, capfd):
+    """JAX is called back by the garbage collector, which swallows what is raised there."""
+
+    class Collected:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    def interrupted(args):
+        Collected()
+        time.sleep(60.0)
+        return 0
+
+    monkeypatch.setattr("jaxllm.cli.generate.run", interrupted)
+    assert main(["generate", "a"]) == 130
+    assert "jaxllm: interrupted" in capfd.readouterr().err
+
+
+def test_an_interrupt_before_a_command_is_known_is_no_traceback(monkeypatch, capfd):
+    def interrupted(command):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxllm.cli.main.build_parser", interrupted)
+    assert main(["generate", "a"]) == 130
+    assert "Traceback" not in capfd.readouterr().err

@@ -533,6 +533,58 @@ def test_what_had_finished_before_ctrl_c_is_handed_out(prompts, monkeypatch):
     assert not engine.has_unfinished_requests
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("what", ["close", "reset_prefix_cache", "generate"])
+def test_a_signal_handler_that_interrupts_the_start_of_the_thread_never_hangs(llm, monkeypatch, what, when):
+    """As that of SIGTERM calls `close()`, wherever the main thread is."""
+    mine = make_llm(golden_checkpoint(NAME)) if what == "close" else llm
+    calls = {"generate": lambda: mine.generate([[5]], GREEDY, use_tqdm=False)}
+    handler = calls.get(what, getattr(mine, what))
+
+    class Interrupted(engine_thread.WorkingThread):
+        def start(self):
+            monkeypatch.undo()
+            if when == "before":
+                handler()
+            super().start()
+            if when == "after":
+                handler()
+
+    assert_idle(mine)
+    while mine._thread._is_running:
+        time.sleep(0.001)
+    monkeypatch.setattr(engine_thread, "WorkingThread", Interrupted)
+    found = []
+
+    def call():
+        try:
+            found.append(len(mine.generate([[5]], GREEDY, use_tqdm=False)))
+        except EngineError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(120.0)
+    assert not thread.is_alive()
+    expected = {"close": "the engine was closed", "generate": "a signal handler cannot wait"}.get(what)
+    assert found == [1] if expected is None else found[0].startswith(expected), found
+
+
+def test_a_reader_whose_stream_another_thread_closes_comes_to_its_end(llm, prompts, monkeypatch):
+    stream = llm.stream(prompts[:1], LONG)
+    next(stream)
+    taken = stream._next_item
+
+    def closed_meanwhile():
+        found = taken()
+        stream.close()
+        return found
+
+    monkeypatch.setattr(stream, "_next_item", closed_meanwhile)
+    assert list(stream) == []
+    assert_idle(llm)
+
+
 def test_closing_twice_at_once_is_nobody_elses_business(llm, prompts):
     other = llm.stream(prompts[:1], LONG)
     stream = llm.stream(prompts[:2], LONG)

@@ -98,3 +98,17 @@ def test_a_table_is_refused(llm):
 
 def test_no_rows(llm):
     assert list(llm.generate_iter([])) == []
+
+
+def test_one_prompt_is_one_row(llm):
+    (output,) = llm.generate_iter({"prompt_token_ids": [3, 5, 7]}, SHORT)
+    (alone,) = llm.generate({"prompt_token_ids": [3, 5, 7]}, SHORT, use_tqdm=False)
+    assert output.token_ids == alone.token_ids
+    (output,) = llm.generate_iter("a text", SHORT)
+    assert output.finish_reason == "error"  # there is no tokenizer
+
+
+@pytest.mark.parametrize("wrong", [{"first_place": -3}, {"first_place": "x"}, {"rows": None}, {"rows": 5}])
+def test_what_are_no_rows_is_refused_by_name(llm, wrong):
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}="):
+        llm.generate_iter(**({"rows": [[5]]} | wrong))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, SamplingParams
 from jaxllm import functional as F
@@ -328,3 +329,56 @@ def test_files_of_other_weights_are_not_read(tmp_path, params, others):
     assert abouts or list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="cannot keep blocks of params"):
         LLM(params=params, **options)
+
+
+def test_a_checkpoint_that_changed_while_its_engine_slept_has_files_of_its_own(tmp_path):
+    """Those of the old one are not read, and others who have the old one find nothing of the new one."""
+    folder, prompt = tmp_path / "model", [PROMPTS[0] * 6]
+    shutil.copytree(demo_model_path(), folder)
+    options = {**SIZES, "prefix_cache_dir": str(tmp_path / "kv"), "scheduler_policy": "pensieve"}
+
+    def ask(llm):
+        (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+        return output.outputs[0].token_ids, output.num_cached_tokens
+
+    with LLM(folder, **options) as llm:
+        old, _ = ask(llm)
+        llm.sleep(2)
+        llm.wake_up()
+        assert ask(llm) == (old, ask(llm)[1])
+        llm.sleep(2)
+        weights = load_file(folder / "model.safetensors")
+        noise = np.random.default_rng(0).standard_normal
+        weights = {name: (x * (1 + 0.2 * noise(x.shape))).astype(x.dtype) for name, x in weights.items()}
+        save_file(weights, folder / "model.safetensors")
+        llm.wake_up()
+        new, cached = ask(llm)
+        assert new != old
+        assert cached == 0
+    with LLM(**options) as llm:
+        again, cached = ask(llm)
+        assert again == old
+        assert cached > 0
+
+
+def test_an_engine_whose_checkpoint_is_away_sleeps_on(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model_path(), folder)
+    with LLM(folder, **SIZES) as llm:
+        before = tokens(answers(llm))
+        llm.sleep(2)
+        folder.rename(tmp_path / "away")
+        for _ in range(2):
+            with pytest.raises(WeightsError, match="does not exist"):
+                llm.wake_up()
+            assert llm.is_sleeping
+        (tmp_path / "away").rename(folder)
+        with open(folder / "model.safetensors", "r+b") as file:
+            whole = file.read()
+            file.truncate(len(whole) // 2)  # in the middle of being copied
+        with pytest.raises(WeightsError):
+            llm.wake_up()
+        assert llm.is_sleeping
+        (folder / "model.safetensors").write_bytes(whole)
+        llm.wake_up()
+        assert tokens(answers(llm)) == before

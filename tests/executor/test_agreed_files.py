@@ -351,7 +351,7 @@ def test_weights_of_each_process_tell_files_apart():
     for weights in ("a", "a", "b"):
         executor = mock.Mock(config=sizes, block_shape=SHAPE, device_kind="cpu")
         executor.others.ask.side_effect = lambda name, weights=weights: {"loaded": {1: weights}}[name]
-        _keep_files(config, folder, executor, config_from_dict(read_hf_config(folder)), "reference", 4)
+        _keep_files(config, "weights", executor, config_from_dict(read_hf_config(folder)), "reference", 4)
         (_, fingerprint, *_) = executor.keep_files.call_args.args
         made.append(fingerprint)
     assert made[0] == made[1] != made[2]

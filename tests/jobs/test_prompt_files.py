@@ -192,3 +192,30 @@ def test_a_quote_that_never_ends_is_refused_by_the_line_where_it_begins(tmp_path
     path.write_bytes(text.encode())
     with pytest.raises(ConfigError, match=rf"p\.csv, line {line}: a quote begins that never ends"):
         read_prompts(str(path), PARAMS)
+
+
+def test_a_row_that_nests_too_deep_is_that_rows_error(tmp_path):
+    deep = '{"prompt": "b", "x": ' + "[" * 2000 + "]" * 2000 + "}"
+    (tmp_path / "p.jsonl").write_text(f'{{"prompt": "a"}}\n{deep}\n{"[" * 100_000}\n{{"prompt": "c"}}\n')
+    rows = read_prompts(str(tmp_path / "p.jsonl"), PARAMS)
+    assert [row.error is None for row in rows] == [True, False, False, True]
+    assert "nested too deep" in str(rows[1].error)
+
+
+def test_bad_rows_keep_their_id_in_whatever_column(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"uid": 9}\n{"uid": 8, "q": "a"}\n')
+    rows = read_prompts(str(tmp_path / "p.jsonl"), PARAMS, "q", id_column="uid")
+    assert [(row.id, row.error is None) for row in rows] == [(9, False), (8, True)]
+
+
+def test_blank_lines_of_a_csv_file_are_no_rows_and_empty_ids_are_none(tmp_path):
+    (tmp_path / "p.csv").write_text("\n\nid,prompt\n,a\n\n,b\nx,c\n\n")
+    rows = read_prompts(str(tmp_path / "p.csv"), PARAMS)
+    assert [(row.id, row.prompt, row.error) for row in rows] == [
+        (None, "a", None),
+        (None, "b", None),
+        ("x", "c", None),
+    ]
+    (tmp_path / "p.csv").write_text("\nq\na\n")
+    with pytest.raises(ConfigError, match="there is no column 'prompt'"):
+        read_prompts(str(tmp_path / "p.csv"), PARAMS)

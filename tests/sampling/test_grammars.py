@@ -17,7 +17,7 @@ from server_helpers import serving
 from jaxllm import LLM, SamplingParams, StructuredOutputsParams
 from jaxllm.errors import SamplingParamsError, TryAgainError
 from jaxllm.loading.checkpoints import demo_model_path
-from jaxllm.sampling import grammar_processes, grammars
+from jaxllm.sampling import grammar_child, grammar_processes, grammars
 from jaxllm.sampling.grammars import Grammars
 from jaxllm.sampling.structured_outputs import only_spaces
 from jaxllm.text.tokenizer import load_tokenizer
@@ -108,6 +108,15 @@ def test_a_grammar_that_nobody_can_follow_is_refused_once(compiled, options, mon
     monkeypatch.setattr(compiled._made[1], "try_out", None)
     with pytest.raises(SamplingParamsError, match="it is too complex"):
         compiled.get(params)
+
+
+def test_where_the_library_panics_is_nobodys_business(compiled):
+    properties = {f"p{i}": {"type": "object", "properties": {"x": {"enum": [i, i + 1]}}} for i in range(9000)}
+    with pytest.raises(SamplingParamsError, match="cannot be compiled: it is too ") as found:
+        compiled.get(StructuredOutputsParams(json={"anyOf": list(properties.values())}))
+    assert "backtrace" not in str(found.value)
+    panic = ValueError("panic: assertion failed: a < b\n<backtrace>\n   0: <unknown>")
+    assert grammar_child.told(panic) == "it is too large (assertion failed: a < b)"
 
 
 def test_a_process_that_takes_too_long_is_ended(compiled, monkeypatch):
