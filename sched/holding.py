@@ -7,8 +7,10 @@ import dataclasses
 
 from jaxllm.sched.cache.names import BlockName
 from jaxllm.sched.plan import check_seconds
+from jaxllm.sched.policies import NoHold, SchedulingPolicy
 from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.holds import HoldPolicy
+from jaxllm.sched.policies.priority import ProgramPriority
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import Request
 
@@ -144,3 +146,12 @@ class Holding:
         if turn in self.held:
             del self.held[turn]
             self._state.pool.release(turn.block_ids)
+
+
+def holding_of(policy: SchedulingPolicy, state: SchedulerState) -> Holding | None:
+    """What holds blocks for next turns; None where nobody asks for it."""
+    hold, priority = getattr(policy, "hold", NoHold()), policy.priority
+    follows = isinstance(priority, ProgramPriority) and priority.follows_programs
+    if state.config.enable_prefix_caching and (follows or not isinstance(hold, NoHold)):
+        return Holding(state, hold)
+    return None
