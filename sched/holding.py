@@ -57,7 +57,7 @@ class Holding:
 
     def recognise(self, request: Request) -> None:
         """See whether a new request goes on with one that has ended."""
-        found = (self.turns.get(name) for name in reversed(self._state.findable(request)))
+        found = (self.turns.get(name) for name in reversed(self._state.lookups.findable(request)))
         turn = next((turn for turn in found if turn is not None), None)
         if turn is None:
             return
@@ -75,7 +75,7 @@ class Holding:
         """
         state = self._state
         num_known = request.num_known_tokens - 1  # the last token's KV is not computed
-        names = state.learn_names(request, num_known)[: num_known // state.config.block_size]
+        names = state.lookups.learn_names(request, num_known)[: num_known // state.config.block_size]
         found, seconds = state.pool.find(names), 0.0
         if found:
             num_tokens = len(found) * state.config.block_size

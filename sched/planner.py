@@ -171,7 +171,7 @@ class PolicyPlanner(Planner):
         pools = pools._replace(num_running=num_running, num_context_tokens=num_tokens)
         policy, state = self._policy.action, self._state
         num_shared = state.pool.num_shared(victim.block_ids)
-        on_host = state.held_on_host(victim)
+        on_host = state.lookups.held_on_host(victim)
         num_host_free = state.host.num_available_beside(preview.kept.union(on_host)) - preview.num_stored
         pools = pools._replace(num_host_free=max(0, num_host_free))
         asked = pools._replace(num_shared=num_shared, num_on_host=len(on_host))
