@@ -128,7 +128,7 @@ class Iteration:
         state = self._state
         for victim, decision in plan.victims:
             if decision.action is PreemptionAction.SWAP:
-                victim.host_blocks = state.held_on_host(victim)
+                victim.host_blocks = state.lookups.held_on_host(victim)
                 state.host.hold(victim.host_blocks)
 
     def preempt(self, victim: Request, decision: Decision, scores: Sequence[tuple[str, float]] = ()) -> None:
@@ -156,7 +156,7 @@ class Iteration:
         """Copy a victim's blocks that are not in host memory; it then holds all of them there."""
         state = self._state
         host, before = state.host, victim.host_blocks
-        names = state.names_to_keep(victim)
+        names = state.lookups.names_to_keep(victim)
         places = [None if name is None else host.names.first(name) for name in names]
         missing = [number for number, place in enumerate(places) if place is None]
         host.hold([place for place in places if place is not None])
@@ -182,7 +182,7 @@ class Iteration:
         state.ending += ending
         state.progress.num_generated += len(self._decode) * num_steps
         for request in filling:
-            state.name_blocks(request)
+            state.lookups.name_blocks(request)
 
     # Those who take some
 
@@ -226,7 +226,7 @@ class Iteration:
             request.num_computed_tokens = request.kept_ranges.pop(0)[1]
         else:
             request.num_computed_tokens = stop
-        state.name_blocks(request)
+        state.lookups.name_blocks(request)
         is_first, request.is_slot_new = request.is_slot_new, False
         num_recomputed = max(0, min(stop, request.num_lost_tokens) - start)
         if stop >= request.num_lost_tokens:

@@ -7,8 +7,10 @@ import dataclasses
 
 from jaxllm.sched.cache.names import BlockName
 from jaxllm.sched.plan import check_seconds
+from jaxllm.sched.policies import NoHold, SchedulingPolicy
 from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.holds import HoldPolicy
+from jaxllm.sched.policies.priority import ProgramPriority
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import Request
 
@@ -55,7 +57,7 @@ class Holding:
 
     def recognise(self, request: Request) -> None:
         """See whether a new request goes on with one that has ended."""
-        found = (self.turns.get(name) for name in reversed(self._state.findable(request)))
+        found = (self.turns.get(name) for name in reversed(self._state.lookups.findable(request)))
         turn = next((turn for turn in found if turn is not None), None)
         if turn is None:
             return
@@ -73,7 +75,7 @@ class Holding:
         """
         state = self._state
         num_known = request.num_known_tokens - 1  # the last token's KV is not computed
-        names = state.learn_names(request, num_known)[: num_known // state.config.block_size]
+        names = state.lookups.learn_names(request, num_known)[: num_known // state.config.block_size]
         found, seconds = state.pool.find(names), 0.0
         if found:
             num_tokens = len(found) * state.config.block_size
@@ -144,3 +146,12 @@ class Holding:
         if turn in self.held:
             del self.held[turn]
             self._state.pool.release(turn.block_ids)
+
+
+def holding_of(policy: SchedulingPolicy, state: SchedulerState) -> Holding | None:
+    """What holds blocks for next turns; None where nobody asks for it."""
+    hold, priority = getattr(policy, "hold", NoHold()), policy.priority
+    follows = isinstance(priority, ProgramPriority) and priority.follows_programs
+    if state.config.enable_prefix_caching and (follows or not isinstance(hold, NoHold)):
+        return Holding(state, hold)
+    return None

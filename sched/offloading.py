@@ -28,7 +28,7 @@ class Offloader:
         """
         self._faults = Faults() if faults is None else faults
         self._state, self._policy = state, watched(policy)
-        state.collects_filled = is_eager or policy.is_eager
+        state.lookups.collects_filled = is_eager or policy.is_eager
         # Blocks that earlier iterations filled, and what they held then.
         self._filled: collections.OrderedDict[int, BlockName] = collections.OrderedDict()
         self._looks_at = 0  # at how many changes of the pool it looks again for what is to be copied ahead
@@ -76,15 +76,15 @@ class Offloader:
 
     def _take_filled(self) -> None:
         """Let what the iteration fills that is being decided be copied from the next one on."""
-        if self._state.filled:
-            self._filled.update(self._state.filled)
-            self._state.filled = []
+        if self._state.lookups.filled:
+            self._filled.update(self._state.lookups.filled)
+            self._state.lookups.filled = []
         self._state.pool.unfilled.clear()
 
     @property
     def is_behind(self) -> bool:
         """Whether blocks are full that were to be copied with the next iterations."""
-        return bool(self._filled or self._state.filled)
+        return bool(self._filled or self._state.lookups.filled)
 
     def flush(self, write_room: int | None = None) -> list[Swap]:
         """Copies of what is full and was to be copied with the next iterations, when there are none.
@@ -103,7 +103,7 @@ class Offloader:
 
     def forget(self) -> None:
         """Copy none of the blocks that had names until now."""
-        self._state.pool.reclaimed, self._state.filled = [], []
+        self._state.pool.reclaimed, self._state.lookups.filled = [], []
         self._state.pool.unfilled.clear()
         self._filled.clear()
         self._looked_at.clear()

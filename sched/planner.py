@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from jaxllm.errors import ConfigError, called, shown
 from jaxllm.sched.cache.preview import PoolPreview
-from jaxllm.sched.plan import Plan, Planner, ask_action
+from jaxllm.sched.plan import Plan, Planner, PlanningPolicy, ask_action
 from jaxllm.sched.policies import (
     QUESTIONS,
     IterationState,
@@ -19,6 +19,7 @@ from jaxllm.sched.policies import (
     PreemptionAction,
     ResumeAction,
     SchedulerPolicy,
+    SchedulingPolicy,
 )
 from jaxllm.sched.policies.actions import num_copied
 from jaxllm.sched.policies.contract import watched
@@ -170,7 +171,7 @@ class PolicyPlanner(Planner):
         pools = pools._replace(num_running=num_running, num_context_tokens=num_tokens)
         policy, state = self._policy.action, self._state
         num_shared = state.pool.num_shared(victim.block_ids)
-        on_host = state.held_on_host(victim)
+        on_host = state.lookups.held_on_host(victim)
         num_host_free = state.host.num_available_beside(preview.kept.union(on_host)) - preview.num_stored
         pools = pools._replace(num_host_free=max(0, num_host_free))
         asked = pools._replace(num_shared=num_shared, num_on_host=len(on_host))
@@ -370,3 +371,19 @@ def _next_score(order: list[_Rank]) -> tuple[str, float]:
     """Id and score of the holder that would be preempted next."""
     score, _, request = order[0]
     return request.request_id, score
+
+
+def planner_of(policy: SchedulingPolicy, state: SchedulerState) -> Planner:
+    """The policy's own planner, or the one that plans as its parts answer.
+
+    Raises:
+        ConfigError: it is neither a `PlanningPolicy` nor a `SchedulerPolicy`.
+    """
+    if isinstance(policy, PlanningPolicy):
+        return policy.planner(state)
+    if isinstance(policy, SchedulerPolicy):
+        return PolicyPlanner(state, policy)
+    raise ConfigError(
+        f"{called(policy)} does not say how to plan: pass a SchedulerPolicy, or derive its class from "
+        "jaxllm.sched.plan.PlanningPolicy"
+    )

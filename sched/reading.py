@@ -97,8 +97,8 @@ class ReadAhead:
     def _read_for(self, request: Request, now: float) -> list[Read]:
         """Reads of the blocks that follow those a request finds, as many as host memory has room for."""
         state, host = self._state, self._state.host
-        names = state.findable(request, files=self._files)
-        found = state.locate(request)
+        names = state.lookups.findable(request, files=self._files)
+        found = state.lookups.locate(request)
         first = found.index(None) if None in found else len(found)
         wanted = list(itertools.takewhile(self._files.__contains__, names[first:]))
         coming = {name: handle for handle, (_, of, _) in state.being_read.items() for name in of}

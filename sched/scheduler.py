@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
-from typing import NamedTuple
 
 from jaxllm.errors import ConfigError, Faults, RequestError, UserCodeError, called, path_of, shown
 from jaxllm.sched.applying import Iteration
 from jaxllm.sched.cache.names import FileIndex
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.holding import Holding
+from jaxllm.sched.holding import holding_of
 from jaxllm.sched.invariants import check_invariants
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.offloading import Offloader
-from jaxllm.sched.plan import Plan, Planner, PlanningPolicy, check_plan
-from jaxllm.sched.planner import PolicyPlanner
-from jaxllm.sched.policies import LearningPolicy, NoHold, Progress, SchedulerPolicy, SchedulingPolicy
+from jaxllm.sched.plan import Plan, check_plan
+from jaxllm.sched.planner import planner_of
+from jaxllm.sched.policies import LearningPolicy, Progress, SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.policies.contract import is_outside, name_asker, unchanged, watched
-from jaxllm.sched.policies.priority import ProgramPriority
 from jaxllm.sched.reading import ReadAhead
 from jaxllm.sched.speculation import Speculation, Verified
 from jaxllm.sched.state import SchedulerState
+from jaxllm.sched.usage import PoolUsage, usage_of
 from jaxllm.system.scalars import real
 from jaxllm.types import (
     NO_COPIES,
@@ -37,15 +36,6 @@ from jaxllm.types import (
 _DEFAULT_POLICY = SchedulerPolicy()
 _NUM_WATCHED = 256
 """Requests that a planner from outside the package is held to leave as they are."""
-
-
-class PoolUsage(NamedTuple):
-    """Blocks of a pool: held by requests, kept by the prefix cache alone, and holding nothing."""
-
-    total: int
-    held: int
-    cached: int
-    free: int
 
 
 class Scheduler:
@@ -127,7 +117,7 @@ class Scheduler:
         """Forget all requests, and free whatever they hold."""
         policy, faults = self.policy, self.faults
         self._state = SchedulerState(self.config, policy.priority, policy.retention, faults)
-        self._planner = _planner_of(self.policy, self._state)
+        self._planner = planner_of(self.policy, self._state)
         self._is_outside = is_outside(self._planner)
         self._offloader: Offloader | None = None
         if self.config.enable_prefix_caching and self.config.num_host_blocks:
@@ -137,11 +127,7 @@ class Scheduler:
         if self._files is not None:
             self._read_ahead = ReadAhead(self._state, self._files, self.policy.offload)
         self._reads: list[Read] = []
-        self._holding: Holding | None = None
-        hold, priority = getattr(self.policy, "hold", NoHold()), self.policy.priority
-        follows = isinstance(priority, ProgramPriority) and priority.follows_programs
-        if self.config.enable_prefix_caching and (follows or not isinstance(hold, NoHold)):
-            self._holding = Holding(self._state, hold)
+        self._holding = holding_of(self.policy, self._state)
 
     @property
     def has_unfinished(self) -> bool:
@@ -194,11 +180,7 @@ class Scheduler:
 
     def usage(self) -> tuple[PoolUsage, PoolUsage]:
         """Blocks of the device and of host memory, by what they are; any thread may ask."""
-        pool, host = self._state.pool, self._state.host
-        num_available = pool.num_free
-        num_free = max(0, num_available - pool.num_cached)
-        on_host = _usage(host.num_blocks, host.num_available, host.num_free)
-        return _usage(pool.num_blocks, num_available, num_free), on_host
+        return usage_of(self._state.pool, self._state.host)
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -465,23 +447,3 @@ class Scheduler:
             KVCacheError: one is broken; the message says which.
         """
         check_invariants(self._state, self.held_block_ids)
-
-
-def _usage(total: int, available: int, free: int) -> PoolUsage:
-    return PoolUsage(total, max(0, total - available), max(0, available - free), free)
-
-
-def _planner_of(policy: SchedulingPolicy, state: SchedulerState) -> Planner:
-    """The policy's own planner, or the one that plans as its parts answer.
-
-    Raises:
-        ConfigError: it is neither a `PlanningPolicy` nor a `SchedulerPolicy`.
-    """
-    if isinstance(policy, PlanningPolicy):
-        return policy.planner(state)
-    if isinstance(policy, SchedulerPolicy):
-        return PolicyPlanner(state, policy)
-    raise ConfigError(
-        f"{called(policy)} does not say how to plan: pass a SchedulerPolicy, or derive its class from "
-        "jaxllm.sched.plan.PlanningPolicy"
-    )

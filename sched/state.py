@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from jaxllm.errors import Faults
 from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.host import HostPool
-from jaxllm.sched.cache.names import Absence, BlockName, FileIndex, cut_name, learn_names
+from jaxllm.sched.cache.lookups import Lookups
+from jaxllm.sched.cache.names import Absence, BlockName, cut_name
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.priority import CachePriority, PriorityPolicy
@@ -47,9 +48,7 @@ class SchedulerState:
             are kept for those who wait for it.
         awaited: reads that waiting requests wait for, by id.
         num_read: tokens that were read from files for waiting requests, by id.
-        looks_past_gaps: whether a request may find blocks after others that are nowhere, as where heads of
-            sequences may be evicted before the rest.
-        filled: blocks that got names since somebody emptied the list, if `collects_filled`.
+        lookups: names of requests' blocks, and where these are.
         absences: where waiting requests' lookups ended, by id.
         copied_out_at: when copies to the host end by prediction, by id, on the engine's clock.
         copy_out_until, copy_in_until: when the copies under way end by prediction, on the engine's clock.
@@ -68,12 +67,11 @@ class SchedulerState:
         self.being_read: dict[int, tuple[Sequence[HostBlock], Sequence[BlockName], Sequence[HostBlock]]] = {}
         self.awaited: dict[str, set[int]] = {}
         self.num_read: dict[str, int] = {}
-        self.collects_filled = False
-        self.looks_past_gaps = config.enable_prefix_caching and retention.loses_heads
-        self.filled: list[tuple[int, BlockName]] = []
         sizes = config.num_gpu_blocks, config.block_size
         self.pool = BlockPool(*sizes, heads_go_first=retention.loses_heads)
         self.host = HostPool(config.num_host_blocks, config.block_size, retention, faults)
+        caches, past_gaps = config.enable_prefix_caching, retention.loses_heads
+        self.lookups = Lookups(self.pool, self.host, is_on=caches, looks_past_gaps=caches and past_gaps)
         self.loading: dict[int, Swap] = {}
         self.joined: list[Swap] = []
         self.discarded: list[int] = []
@@ -110,7 +108,7 @@ class SchedulerState:
     @property
     def may_find(self) -> bool:
         """Whether a waiting request may find blocks, those of others that are about to start included."""
-        return self.looks_past_gaps or self.pool.names.may_find or self.host.names.may_find
+        return self.lookups.looks_past_gaps or self.pool.names.may_find or self.host.names.may_find
 
     @property
     def loaders(self) -> list[Request]:
@@ -165,87 +163,6 @@ class SchedulerState:
         sizes = num_free, pool.num_blocks, pool.block_size, num_host_free, self.host.num_blocks
         load = len(running), running.num_tokens, len(self.waiting), self.copy_in_until
         return PoolState(*sizes, *load, 0, 0, 0, 0, self.under_way.values(), self.host.now, self.progress)
-
-    # Names of blocks
-
-    def learn_names(self, request: Request, num_tokens: int) -> list[BlockName]:
-        """Names of a request's full blocks, at least those of its first `num_tokens` if these are known.
-
-        Nothing without prefix caching.
-        """
-        if self.config.enable_prefix_caching:
-            learn_names(request, num_tokens, self.config.block_size)
-        return request.block_names
-
-    def name_blocks(self, request: Request, limit: int = sys.maxsize) -> None:
-        """Let others find a holder's full blocks whose tokens are known, of its first `limit` tokens."""
-        num_computed = min(request.num_computed_tokens, limit)
-        names = self.learn_names(request, num_computed)
-        stop = min(len(names), num_computed // self.config.block_size)
-        for place in range(request.num_named_blocks, stop):
-            self.pool.name(request.block_ids[place], names[place])
-            if self.collects_filled:
-                self.filled.append((request.block_ids[place], names[place]))
-        request.num_named_blocks = max(request.num_named_blocks, stop)
-
-    def may_look_up(self, request: Request) -> bool:
-        """Whether a waiting request may find blocks: not if it asks how likely its prompt is."""
-        return self.config.enable_prefix_caching and request.sampling_params.prompt_logprobs is None
-
-    def findable(self, request: Request, files: FileIndex = ()) -> list[BlockName]:
-        """Names that a waiting request looks up: not of its last token, which is to be computed.
-
-        A cut request finds a block by either of two names: it looks up the one that is there, on the device,
-        the host or in `files`, the uncut one if both are.
-        """
-        if not self.may_look_up(request):
-            return []
-        names = self.learn_names(request, request.num_tokens - 1)
-        num_blocks = (request.num_tokens - 1) // self.config.block_size
-        names = names if len(names) == num_blocks else names[:num_blocks]
-        if not request.uncut_names:
-            return names
-        tiers = self.pool.names.places, self.host.names.places, files
-        either = zip(request.uncut_names, names, strict=False)
-        return [next((one for tier in tiers for one in both if one in tier), both[1]) for both in either]
-
-    def names_to_keep(self, request: Request) -> list[BlockName | None]:
-        """What a holder's blocks with computed KV hold; None for those that only it can use."""
-        # A row that sampled an end token may not have computed it.
-        num_computed = request.num_computed_tokens
-        num_named = min(num_computed, request.num_known_tokens - 1) // self.config.block_size
-        names: list[BlockName | None] = [*self.learn_names(request, num_computed)[:num_named]]
-        return names + [None] * (self.pool.blocks_for(num_computed) - len(names))
-
-    def held_on_host(self, request: Request) -> list[HostBlock]:
-        """Copies of a holder's blocks that are in host memory already."""
-        if not (self.config.enable_prefix_caching and self.host.names.places):
-            return []
-        places = [self.host.names.first(name) for name in self.names_to_keep(request) if name is not None]
-        return [place for place in places if place is not None]
-
-    def locate(self, request: Request, *, on_host: bool = True) -> list[int | HostBlock | None]:
-        """Where a queued request's first blocks are: on the device, or else on the host, or nowhere (None).
-
-        All blocks of a swapped one; of a waiting one those up to the last one that is somewhere, or on the
-        device if `on_host` is False.
-        """
-        first, first_on_host = self.pool.names.first, self.host.names.first
-        if request.host_blocks:
-            places = request.host_blocks
-            both = itertools.zip_longest(places, map(first, request.block_names[: len(places)]))
-            return [place if block_id is None else block_id for place, block_id in both]
-        found: list[int | HostBlock | None] = []
-        count = 0
-        for number, name in enumerate(self.findable(request), 1):
-            block_id = first(name)
-            at = first_on_host(name) if block_id is None and on_host else block_id
-            found.append(at)
-            if at is not None:
-                count = number
-            elif not self.looks_past_gaps:
-                break
-        return found[:count]
 
     # Moves
 
@@ -307,7 +224,7 @@ class SchedulerState:
         Returns:
             The copy of these, or whether a waiting one starts: not, if more other blocks are to be free.
         """
-        pool, found = self.pool, self.locate(request, on_host=copies)
+        pool, found = self.pool, self.lookups.locate(request, on_host=copies)
         if request.host_blocks:
             return self.take_places(request, found) or True
         on_device = [place for place in found if isinstance(place, int)]
@@ -315,7 +232,7 @@ class SchedulerState:
         if pool.blocks_for(request.num_tokens) - len(on_device) + num_unused > pool.num_free:
             return False
         if request.uncut_names:  # blocks that are found keep their names
-            for number, name in enumerate(self.findable(request)[: len(found)]):
+            for number, name in enumerate(self.lookups.findable(request)[: len(found)]):
                 if found[number] is not None:
                     request.block_names[number] = name
         swap = self.take_places(request, found)
@@ -343,7 +260,7 @@ class SchedulerState:
         """
         assert request.slot is not None  # whoever holds blocks has one
         if is_filled:  # a row that sampled an end token may not have computed it
-            self.name_blocks(request, request.num_known_tokens - 1)
+            self.lookups.name_blocks(request, request.num_known_tokens - 1)
         self.pool.release(request.block_ids)
         request.block_ids, request.kept_ranges, request.num_named_blocks = [], [], 0
         self.free_slots.append(request.slot)
@@ -367,7 +284,7 @@ class SchedulerState:
         num_blocks = self.pool.blocks_for(request.num_computed_tokens)
         self.pool.release(request.block_ids[num_blocks:])
         request.block_ids = request.block_ids[:num_blocks]
-        self.name_blocks(request)
+        self.lookups.name_blocks(request)
         self.activate(request)
 
     def resume(self, swap: Swap, *, as_prompt: bool = False) -> None:
@@ -378,13 +295,13 @@ class SchedulerState:
             self.begin(request)
         else:
             self.activate(request)
-            self.name_blocks(request, request.num_known_tokens - 1)
+            self.lookups.name_blocks(request, request.num_known_tokens - 1)
 
     def begin(self, request: Request) -> None:
         """Let a request that holds blocks and a slot compute its prompt."""
         request.status = RequestStatus.RUNNING
         self.prompts.append(request)
-        self.name_blocks(request)
+        self.lookups.name_blocks(request)
 
     def load(self, swap: Swap) -> None:
         """Let a copy back run beside the iterations; its request holds its blocks meanwhile."""
@@ -445,13 +362,13 @@ class SchedulerState:
             if request.uncut_names:
                 request.block_names = [cut_name(name) for name in request.uncut_names]
             if self._counts_findable:
-                found = self.locate(request)
+                found = self.lookups.locate(request)
                 num_found = len(found) - found.count(None)
                 request.num_findable_tokens = num_found * self.config.block_size
             self.waiting.add(request)
-            if self.may_look_up(request):
+            if self.lookups.may_look_up(request):
                 num_tokens = min(self._num_watched * self.config.block_size, request.num_tokens)
-                names, count = self.learn_names(request, num_tokens), self._num_watched
+                names, count = self.lookups.learn_names(request, num_tokens), self._num_watched
                 self._watched[request.request_id] = [*names[:count], *request.uncut_names[:count]]
             for name in self._watched.get(request.request_id, ()):
                 self.pool.names.watch(name)

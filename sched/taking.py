@@ -165,7 +165,7 @@ class Taking:
         absences = self.state.absences
         known = absences.get(request.request_id)
         if known is None or known.num_added != self.state.pool.names.num_added:
-            absences[request.request_id] = self.preview.absence(self.state.findable(request))
+            absences[request.request_id] = self.preview.absence(self.state.lookups.findable(request))
 
     def offer(self, request: Request, *, on_host: bool = True) -> Offer:
         """What a queued request takes; without `on_host` a waiting one copies nothing."""
@@ -193,13 +193,13 @@ class Taking:
         Where others may be without it, if that or one in the middle or the last is. Nothing if it is known
         that whatever it finds there is no room for the rest.
         """
-        state, preview, past_gaps = self.state, self.preview, self.state.looks_past_gaps
+        state, preview, past_gaps = self.state, self.preview, self.state.lookups.looks_past_gaps
         if preview is None:
             return NO_HIT
         absence = state.absences.get(request.request_id)
         if absence is not None and on_host and self._still_lacks_room(request, absence, preview):
             return NO_HIT
-        names, where = state.findable(request), state.host.names if on_host else None
+        names, where = state.lookups.findable(request), state.host.names if on_host else None
         if on_host:
             middle = len(names) // 2
             probes = [*names[:1], *names[middle : middle + 1], *names[-1:]] if past_gaps else names[:1]
@@ -287,7 +287,7 @@ class Taking:
         preview.take(pool.blocks_for(stop) - hit.num_first + len(hit.copied))
         if offer.length or not hit.copied:
             first = 0 if hit.copied else hit.num_first  # those are there already
-            names = self.state.learn_names(request, stop)
+            names = self.state.lookups.learn_names(request, stop)
             preview.compute(names[first : stop // pool.block_size])
 
 
@@ -305,10 +305,10 @@ def preview_of(
         preview.take(len(state.running.growing))
         for request in state.running.filling if is_certain else ():
             stop = (request.num_computed_tokens + 1) // size
-            preview.compute(state.learn_names(request, stop * size)[stop - 1 : stop])
+            preview.compute(state.lookups.learn_names(request, stop * size)[stop - 1 : stop])
     for request, length in plan.chunks:
         stop = request.num_computed_tokens + length
         preview.take(state.num_missing(request, stop))
         if is_certain:
-            preview.compute(state.learn_names(request, stop)[request.num_named_blocks : stop // size])
+            preview.compute(state.lookups.learn_names(request, stop)[request.num_named_blocks : stop // size])
     return preview

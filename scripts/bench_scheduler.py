@@ -36,7 +36,7 @@ from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.research.workloads import make_trace
 from jaxllm.sampling.params import SamplingParams
-from jaxllm.sched.cache.names import learn_names
+from jaxllm.sched.cache.lookups import learn_names
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy, WatermarkAdmission
 from jaxllm.sched.presets import PRESETS, make_preset

@@ -145,7 +145,7 @@ class _Noting(Scheduler):
         self.uses: collections.defaultdict[BlockName, list[float]] = collections.defaultdict(list)
 
     def _start(self, request: Any, decision: Any, step_id: int, now: float) -> Any:
-        for name in self._state.findable(request):
+        for name in self._state.lookups.findable(request):
             self.uses[name].append(now)
         return super()._start(request, decision, step_id, now)
 

@@ -74,7 +74,7 @@ class _ScriptedPlanner(PolicyPlanner):
                 preview = PoolPreview(state.pool)
                 for other, decision in plan.victims:
                     if decision.action is PreemptionAction.SWAP:
-                        on_host = state.held_on_host(other)
+                        on_host = state.lookups.held_on_host(other)
                         preview.kept.update(on_host)
                         num_blocks = state.pool.blocks_for(other.num_computed_tokens)
                         preview.num_stored += num_blocks - len(on_host)

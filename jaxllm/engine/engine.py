@@ -104,6 +104,15 @@ class Engine:
         self._failure: BaseException | None = None
 
     @property
+    def on_tokens(self) -> Callable[[int], object]:
+        """Called with how many tokens each step has sampled, as far as they are wanted; may be set."""
+        return self.loop.on_tokens
+
+    @on_tokens.setter
+    def on_tokens(self, call: Callable[[int], object]) -> None:
+        self.loop.on_tokens = call
+
+    @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to report."""
         return bool(self.loop.states) or self.loop.is_draining or self._outbox.holds_any

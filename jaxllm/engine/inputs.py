@@ -11,7 +11,7 @@ from jaxllm.errors import RequestError, RequestTooLargeError, SamplingParamsErro
 from jaxllm.sampling.param_checks import MAX_BANNED_TOKEN_IDS
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.sampling.token_masks import TokenMasks
-from jaxllm.sched.cache.names import learn_names
+from jaxllm.sched.cache.lookups import learn_names
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.text import tokenizer as tokenization
 from jaxllm.types import Request

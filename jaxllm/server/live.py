@@ -10,7 +10,7 @@ from jaxllm.errors import Faults
 from jaxllm.predictors.base import CostKind
 from jaxllm.predictors.online import KindReport, OnlineCalibration, named
 from jaxllm.sched.ledger import PreemptionRecord
-from jaxllm.sched.scheduler import PoolUsage
+from jaxllm.sched.usage import PoolUsage
 from jaxllm.types import Request
 
 if TYPE_CHECKING:

@@ -67,7 +67,7 @@ class Service:
         self.tokenizer: PreTrainedTokenizerBase | None = made.tokenizer
         stats.is_busy = lambda replica: replicas[replica].engine.num_live > 0
         for one in replicas:
-            one.engine.loop.on_tokens = stats.count_output
+            one.engine.on_tokens = stats.count_output
         self.block_bytes = made.executor.pool_bytes // made.executor.num_gpu_blocks
         max_len = self.core.limits.max_model_len
         self.prompt_limits = PromptLimits(

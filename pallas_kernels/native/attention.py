@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from jaxllm.pallas_kernels.native.arrays import LANES
 from jaxllm.pallas_kernels.native.memory import floats, int32s, int64s, memset
 from jaxllm.pallas_kernels.native.shape import AttentionShape
 from jaxllm.pallas_kernels.native.threads import ARGUMENTS, LAST_ARGUMENT
-from jaxllm.pallas_kernels.native.vectors import LANES, LEAST, Builder, vector_code
+from jaxllm.pallas_kernels.native.vectors import LEAST, Builder, vector_code
 
 KEYS = 64
 """Keys that a prompt item looks at in one go."""

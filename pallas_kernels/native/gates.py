@@ -11,10 +11,11 @@ from typing import Any
 from numba import njit
 
 from jaxllm.pallas_kernels.native import ffi
+from jaxllm.pallas_kernels.native.arrays import LANES
 from jaxllm.pallas_kernels.native.memory import int64s
 from jaxllm.pallas_kernels.native.shape import RowsShape
 from jaxllm.pallas_kernels.native.threads import ARGUMENTS, NUM_ROWS
-from jaxllm.pallas_kernels.native.vectors import LANES, Builder, vector_code
+from jaxllm.pallas_kernels.native.vectors import Builder, vector_code
 
 ROWS_AT_ONCE = 4
 _X, _OUT, _FEATURES = range(ARGUMENTS, ARGUMENTS + 3)

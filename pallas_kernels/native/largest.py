@@ -12,10 +12,11 @@ import numpy as np
 from numba import njit
 
 from jaxllm.pallas_kernels.native import ffi
+from jaxllm.pallas_kernels.native.arrays import LANES
 from jaxllm.pallas_kernels.native.memory import floats, int32s, int64s
 from jaxllm.pallas_kernels.native.shape import RowsShape
 from jaxllm.pallas_kernels.native.threads import ARGUMENTS
-from jaxllm.pallas_kernels.native.vectors import LANES, Builder, vector_code
+from jaxllm.pallas_kernels.native.vectors import Builder, vector_code
 
 _PART = 1024
 """Numbers of which the largest is found at once, and which are searched for it if it is that of the row."""

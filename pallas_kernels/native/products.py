@@ -36,10 +36,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from jaxllm.pallas_kernels.native.arrays import LANES
 from jaxllm.pallas_kernels.native.memory import int64s, memcpy, memset
 from jaxllm.pallas_kernels.native.shape import CODES, PANEL, STORED, LinearShape
 from jaxllm.pallas_kernels.native.threads import ARGUMENTS
-from jaxllm.pallas_kernels.native.vectors import LANES, Builder, vector_code
+from jaxllm.pallas_kernels.native.vectors import Builder, vector_code
 
 STEPS_AT_ONCE = 128
 """Steps of a part: 16 KiB, of which two and some rows of activations are in the nearest cache."""

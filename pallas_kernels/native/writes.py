@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from jaxllm.pallas_kernels.native.arrays import LANES
 from jaxllm.pallas_kernels.native.attention import (
     BLOCK_SIZE,
     COS,
@@ -24,7 +25,7 @@ from jaxllm.pallas_kernels.native.attention import (
 )
 from jaxllm.pallas_kernels.native.memory import int32s, int64s
 from jaxllm.pallas_kernels.native.shape import AttentionShape
-from jaxllm.pallas_kernels.native.vectors import LANES, Builder, vector_code
+from jaxllm.pallas_kernels.native.vectors import Builder, vector_code
 
 WRITTEN_AT_ONCE = 8
 

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from jaxllm.types import BlockName, Request
+from jaxllm.types import BlockName
 
 _DIGEST_BYTES = 16
 _ITEMSIZE = 4
@@ -43,24 +43,6 @@ def names_of(
         before = _digest(before, tokens)
         names.append(BlockName(before, tokens, number))
     return names
-
-
-def learn_names(request: Request, num_tokens: int, block_size: int) -> None:
-    """Name a request's full blocks, at least those of its first `num_tokens` if these are known."""
-    names = request.block_names
-    num_blocks = min(num_tokens, request.num_known_tokens) // block_size
-    if len(names) >= num_blocks:
-        return
-    token_ids = request.token_ids(len(names) * block_size, num_blocks * block_size)
-    if not request.dropped_token_ids:
-        before = names[-1].digest if names else root(request.cache_salt)
-        names += names_of(token_ids, block_size, before, len(names))
-        return
-    dropped = request.dropped_token_ids
-    cut = request.uncut_names or names_of(dropped, block_size, root(request.cache_salt))
-    new = names_of(token_ids, block_size, cut[-1].digest, cut[-1].number + 1)
-    request.uncut_names += new
-    names += [cut_name(name) for name in new]  # what they are called as it computes them
 
 
 def cut_name(name: BlockName) -> BlockName:

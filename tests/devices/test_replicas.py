@@ -50,7 +50,7 @@ def sampled(llm):
         return add
 
     for place, one in enumerate(llm.replicas):
-        one.engine.loop.on_tokens = count(place)
+        one.engine.on_tokens = count(place)
     return counts
 
 

@@ -34,7 +34,7 @@ def with_files(files, **changes):
 def names_of(request):
     """Names of its full blocks, as another scheduler gives them."""
     other = with_files({})
-    return other._state.learn_names(request, request.num_tokens)
+    return other._state.lookups.learn_names(request, request.num_tokens)
 
 
 def test_who_finds_blocks_in_files_waits_for_them():

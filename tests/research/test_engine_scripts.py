@@ -7,6 +7,7 @@ import statistics
 import sys
 
 import pytest
+import simulation_errors
 import sweep_engine
 import validate_simulator
 from sweep.report import Place
@@ -157,7 +158,7 @@ def test_which_is_faster_is_said_only_where_the_interval_allows():
         {"preset": "noisy", "seconds": [1.0, 3.0, 2.0], "simulated_seconds": [2.5, 2.5, 2.5]},
         {"preset": "wrong", "seconds": [1.5, 1.5, 1.5], "simulated_seconds": [1.4, 1.4, 1.4]},
     ]
-    found = {(one["preset"], one["over"]): one["verdict"] for one in validate_simulator.verdicts(rows)}
+    found = {(one["preset"], one["over"]): one["verdict"] for one in simulation_errors.verdicts(rows)}
     assert found == {
         ("slow", "fast"): "same",
         ("slow", "noisy"): "undecided",
@@ -169,7 +170,7 @@ def test_which_is_faster_is_said_only_where_the_interval_allows():
 
 
 def test_errors_are_summed_up():
-    assert validate_simulator.summary([-0.25, 0.125, 0.0]) == {
+    assert simulation_errors.summary([-0.25, 0.125, 0.0]) == {
         "median": 0.0,
         "least": -0.25,
         "most": 0.125,

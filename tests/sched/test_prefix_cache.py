@@ -188,7 +188,7 @@ def lose(scheduler, request, *numbers):
     """Let blocks of a request be found no more."""
     pool = scheduler._state.pool
     for number in numbers:
-        name = scheduler._state.learn_names(request, request.num_tokens)[number]
+        name = scheduler._state.lookups.learn_names(request, request.num_tokens)[number]
         block_id = pool.names.first(name)
         pool._names[block_id] = None
         pool.names.remove(name, block_id)

@@ -535,7 +535,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert len(request.block_ids) <= config.num_gpu_blocks
                 continue
             assert chunk.is_last == (chunk.start + chunk.length == num_tokens)
-            if not self.scheduler._state.looks_past_gaps:
+            if not self.scheduler._state.lookups.looks_past_gaps:
                 assert request.num_computed_tokens == chunk.start + chunk.length
             if self.is_shared and status is RequestStatus.WAITING:
                 assert chunk.start % config.block_size == 0

@@ -121,9 +121,9 @@ def test_a_dropped_request_names_what_it_computes_anew():
 
 def test_reads_ahead_look_for_either_name():
     uncut, cut = make_request(0, 26), cut_request(1, 26, 8)
-    names = caching()._state.learn_names(uncut, 26)
+    names = caching()._state.lookups.learn_names(uncut, 26)
     state = caching()._state
-    own = state.learn_names(cut, 18)
+    own = state.lookups.learn_names(cut, 18)
     assert cut.uncut_names == names[2:]
     assert not set(own) & set(names)
     policy = dataclasses.replace(make_preset("vllm_v1"), offload=NoOffload())
