@@ -165,7 +165,7 @@ class EngineThread:
         """End all requests, and let the engine be used no more."""
         self._have_done(self._close, self._engine.close)
 
-    def _have_done(self, command: Callable[[threading.Event], object], alone: Callable[[], object]) -> None:
+    def _have_done(self, command: Callable[[threading.Event], None], alone: Callable[[], object]) -> None:
         """Have the thread do something, and wait until it has; without a thread do it here.
 
         In a signal handler that interrupts the start of the thread nobody can wait: it is done soon after.
