@@ -21,12 +21,11 @@ from jaxllm.engine.inputs import (
     Prompts,
     as_prompts,
     as_requests,
-    refuse_table,
 )
 from jaxllm.engine.outputs import RequestOutput
 from jaxllm.engine.replicas import Replicas, thread_of
 from jaxllm.engine.residence import Residence
-from jaxllm.engine.rows import Row, answers
+from jaxllm.engine.rows import Row, answers, checked_rows
 from jaxllm.engine.thread import OutputStream
 from jaxllm.engine.vllm_names import CHAT_ARGUMENTS, check_call_arguments, translate
 from jaxllm.errors import ConfigError, SamplingParamsError, shown
@@ -234,15 +233,7 @@ class LLM:
         most = usual if max_in_flight is None else max_in_flight
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise ConfigError(f"max_in_flight={shown(most)} must be None or an integer of at least 1")
-        if isinstance(first_place, bool) or not isinstance(first_place, int) or first_place < 0:
-            raise ConfigError(f"first_place={shown(first_place)} must be an integer of at least 0")
-        refuse_table(rows)
-        if isinstance(rows, str | Mapping):
-            rows = [rows]
-        if not isinstance(rows, Iterable) or isinstance(rows, bytes):
-            raise ConfigError(
-                f"rows={shown(rows)} must be prompts, one after another: give a list or an iterator"
-            )
+        rows = checked_rows(rows, first_place)
         params = self._default_params if sampling_params is None else sampling_params
         named = (
             (f"rows[{place}]/{next(self._ids)}", place, row) for place, row in enumerate(rows, first_place)

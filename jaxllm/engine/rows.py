@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxllm.engine.inputs import Prompt
+from jaxllm.engine.inputs import Prompt, refuse_table
 from jaxllm.engine.outputs import RequestOutput
 from jaxllm.engine.thread import OutputStream
-from jaxllm.errors import RequestError, SamplingParamsError
+from jaxllm.errors import ConfigError, RequestError, SamplingParamsError, shown
 from jaxllm.sampling.params import SamplingParams
 
 Row = Prompt | Mapping[str, Any]
 _OF_ROWS = "sampling_params", "priority", "deadline"
 _MOST_KEPT = 8  # outputs that wait for an earlier one, of those in flight
+
+
+def checked_rows(rows: Any, first_place: Any) -> Iterable[Row]:
+    """Rows, one prompt being one of them.
+
+    Raises:
+        ConfigError, RequestError: there are none, but a table, say, or the first one's place is no number.
+    """
+    if isinstance(first_place, bool) or not isinstance(first_place, int) or first_place < 0:
+        raise ConfigError(f"first_place={shown(first_place)} must be an integer of at least 0")
+    refuse_table(rows)
+    if isinstance(rows, str | Mapping):
+        return [rows]
+    if not isinstance(rows, Iterable) or isinstance(rows, bytes):
+        raise ConfigError(
+            f"rows={shown(rows)} must be prompts, one after another: give a list or an iterator"
+        )
+    return rows
 
 
 def answers(
