@@ -29,6 +29,9 @@ Item = tuple[str, Delta | BaseException]
 _Queue = queue.SimpleQueue[Item]  # its put may interrupt anything, itself included: the collector calls it
 
 
+_INTERRUPTED = "a signal handler cannot wait for the call that it interrupts: call it from another thread"
+
+
 class EngineThread:
     """Runs an engine for its clients: commands go in, deltas come out by a queue for each call.
 
@@ -119,7 +122,8 @@ class EngineThread:
             EngineError: the engine belongs to a thread that is not the caller.
         """
         self._engine.owner.check_process()
-        self._check_interrupted()
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise EngineError(_INTERRUPTED)
         with self._lock:
             if not self._is_running:
                 self._start()
@@ -154,7 +158,8 @@ class EngineThread:
         """
         done: concurrent.futures.Future[_R] = concurrent.futures.Future()
         self._engine.owner.check_process()
-        self._check_interrupted()
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise EngineError(_INTERRUPTED)
         with self._lock:
             if not self._is_running:
                 return action()
@@ -172,7 +177,7 @@ class EngineThread:
         """
         done = threading.Event()
         self._engine.owner.check_process()
-        is_interrupted = self._is_interrupted
+        is_interrupted = self._lock._is_owned()  # type: ignore[attr-defined]  # as threading.Condition asks
         with self._lock:
             if not self._is_running and not (is_interrupted and self._thread is not None):
                 alone()
@@ -180,17 +185,6 @@ class EngineThread:
             self._commands.put(functools.partial(command, done))
         if not is_interrupted:
             done.wait()
-
-    def _check_interrupted(self) -> None:
-        if self._is_interrupted:
-            raise EngineError(
-                "a signal handler cannot wait for the call that it interrupts: call it from another thread"
-            )
-
-    @property
-    def _is_interrupted(self) -> bool:
-        """Whether this is a signal handler of a thread that holds the lock."""
-        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # as threading.Condition asks
 
     def has_ended(self, request_ids: Iterable[str]) -> bool:
         """Whether none of the requests is live, or about to be."""
