@@ -83,9 +83,10 @@ def test_nothing_compiles_twice_nor_for_greedy_and_random_requests(llm, prompts)
         SamplingParams(temperature=0, logit_bias={3: 1.5}, min_tokens=4, stop_token_ids=[5]),
         hot,
     ]
-    assert num_compiled(params) > 0
+    num_compiled(params)  # unless another engine of this process has compiled them
     assert num_compiled(params) == 0
     apart = {key for key in llm.executor.programs if isinstance(key, RowsKey)}
+    assert apart
     assert {key.sampling for key in apart} <= {Sampling.COMPLETE, Sampling.RANDOM | Sampling.FILTERED}
 
 

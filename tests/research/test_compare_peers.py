@@ -12,7 +12,7 @@ from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError, RequestError, RequestTooLargeError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.research.compare import install as installing
-from jaxllm.research.compare import report
+from jaxllm.research.compare import machine, report
 from jaxllm.research.compare.backends import WORKERS
 from jaxllm.research.compare.energy import EnergyMeter
 from jaxllm.research.compare.install import RECIPES, Recipe, install, python_of
@@ -24,7 +24,7 @@ SIZES = ["--max-num-seqs", "8", "--num-requests", "6", "--threads", "1", "--repe
 
 @pytest.fixture(autouse=True)
 def short_samples(monkeypatch):
-    monkeypatch.setattr(report, "_BUSY_SAMPLE_SECONDS", 0.05)
+    monkeypatch.setattr(machine, "_BUSY_SAMPLE_SECONDS", 0.05)
 
 
 def workload_of(tmp_path, **content):
