@@ -26,7 +26,7 @@ from jaxllm.engine.ledgers import header_of, open_ledger
 from jaxllm.engine.models import Model, placements, read_model
 from jaxllm.engine.observer import StepObserver
 from jaxllm.engine.profiling import Profiler
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, WeightsError
 from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.executor.kv.file_digests import weights_fingerprint
@@ -314,9 +314,17 @@ def _join(
         model.default_params,
         model.device,
         loaded.reload,
-        lambda: weights is not None and weights_fingerprint(model.folder) != weights,
+        functools.partial(_is_other, model.folder, weights),
         files,
     )
+
+
+def _is_other(folder: Path, weights: str | None) -> bool:
+    """Whether a checkpoint's weights are not those of a fingerprint, if there is one, or nobody can tell."""
+    try:
+        return weights is not None and weights_fingerprint(folder) != weights
+    except WeightsError:
+        return True
 
 
 def _keep_files(

@@ -72,7 +72,8 @@ class Residence:
             self._forget_files()
             self._reload = None
 
-        self._change(change)
+        # Of weights that are there some would be old ones.
+        self._change(change, () if executor.has_weights else (CapacityError,))
 
     def sleep(self, level: int) -> None:
         """Let go of the pool, and of the weights at level 2; see `LLM.sleep`."""

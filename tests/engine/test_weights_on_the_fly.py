@@ -13,7 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, SamplingParams
 from jaxllm import functional as F
-from jaxllm.errors import ConfigError, EngineError, WeightsError
+from jaxllm.engine.assembly import _is_other
+from jaxllm.errors import CapacityError, ConfigError, EngineError, WeightsError
+from jaxllm.executor.kv.file_digests import weights_fingerprint
 from jaxllm.loading import load_params
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import config_from_dict, read_hf_config
@@ -382,3 +384,40 @@ def test_an_engine_whose_checkpoint_is_away_sleeps_on(tmp_path):
         (folder / "model.safetensors").write_bytes(whole)
         llm.wake_up()
         assert tokens(answers(llm)) == before
+
+
+def test_a_checkpoint_that_nobody_can_read_any_more_may_be_another_one(tmp_path):
+    folder = shutil.copytree(demo_model_path(), tmp_path / "model")
+    weights = weights_fingerprint(folder)
+    assert not _is_other(folder, weights)
+    assert _is_other(folder, "another's")
+    (folder / "model.safetensors").unlink()
+    assert _is_other(folder, weights)
+    assert not _is_other(folder, None)  # where nothing is in files
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_no_room_for_other_weights_never_leaves_some_of_each(others, monkeypatch, sleeps):
+    """Without weights an engine sleeps on; with weights, some of which are others by then, it has failed."""
+    with LLM(dtype="float32", **SIZES) as llm:
+        if sleeps:
+            llm.sleep(2)
+        executor, seen = llm.executor, []
+
+        def set_weight(name, weight, set_weight=executor.set_weight):
+            seen.append(name)
+            if len(seen) == 4:
+                raise CapacityError("no room")
+            set_weight(name, weight)
+
+        monkeypatch.setattr(executor, "set_weight", set_weight)
+        with pytest.raises(CapacityError if sleeps else EngineError, match="no room"):
+            llm.update_weights(others)
+        assert llm.is_sleeping == sleeps
+        if sleeps:
+            llm.update_weights(others)
+            llm.wake_up()
+            assert len(answers(llm)) == len(PROMPTS)
+        else:
+            with pytest.raises(EngineError, match="no room"):
+                answers(llm)
