@@ -12,15 +12,23 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from jaxllm.errors import SamplingParamsError, TryAgainError
-from jaxllm.sampling.grammar_child import MAX_BYTES, MAX_CPU_SECONDS, Proof, read_frame, write_frame
+from jaxllm.sampling.grammar_child import (
+    MAX_BYTES,
+    MAX_CPU_SECONDS,
+    QUICK_CPU_SECONDS,
+    Proof,
+    read_frame,
+    write_frame,
+)
 from jaxllm.sampling.structured_outputs import StructuredOutputsParams, Vocabulary
 
 MOST = max(1, min(4, (os.cpu_count() or 1) // 2))
-"""Grammars that are tried or compiled at once: cores are left for those who decode meanwhile."""
+"""Grammars that are tried or compiled at once, and a slow one: cores are left for those who decode."""
 _MAX_SECONDS = 60.0
 """Until an answer, on a busy machine; processor time is bounded far below."""
 _MAIN = (
@@ -30,7 +38,7 @@ _MAIN = (
 _CAUSES = {
     signal.SIGSEGV: "it nests too deep",
     signal.SIGABRT: f"it takes more than {MAX_BYTES / 2**30:g} GiB of memory",
-    signal.SIGXCPU: f"it takes more than {MAX_CPU_SECONDS} seconds of processor time",
+    signal.SIGPROF: f"it takes more than {MAX_CPU_SECONDS:g} seconds of processor time",
 }
 
 
@@ -42,7 +50,8 @@ _TRIES = 1
 class GrammarProcesses:
     """Tries grammars in forks of processes that are started when they are needed, and kept.
 
-    Any thread may ask, of which `room` lets `MOST` in at a time.
+    Any thread may ask. One that is not done soon begins again behind other slow ones, which are done one by
+    one: ordinary grammars never wait for more than the little that each of `MOST` others has before it.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -50,22 +59,37 @@ class GrammarProcesses:
         self._vocabulary = vocabulary
         self._idle: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
-        self.room = threading.BoundedSemaphore(MOST)
+        self._rooms = {QUICK_CPU_SECONDS: threading.Semaphore(MOST), MAX_CPU_SECONDS: threading.Semaphore(1)}
         weakref.finalize(self, _end_all, self._idle)
 
-    def try_out(self, params: StructuredOutputsParams) -> Proof:
-        """What a grammar takes.
+    @contextlib.contextmanager
+    def tried(self, params: StructuredOutputsParams) -> Iterator[Proof]:
+        """What a grammar takes; its place among those that are tried is kept while it is compiled here.
 
         Raises:
             SamplingParamsError: it cannot be compiled, or takes more than it may, or the process died of it.
             TryAgainError: no process can be started, or each is ended from outside.
         """
+        for cpu_seconds, room in self._rooms.items():
+            with room:
+                proof = self.try_out(params, cpu_seconds)
+                if proof is not None:
+                    yield proof
+                    return
+
+    def try_out(self, params: StructuredOutputsParams, cpu_seconds: float) -> Proof | None:
+        """What a grammar takes; None if that is more processor time than it may have for now.
+
+        Raises:
+            SamplingParamsError: see `tried`.
+            TryAgainError: so, too.
+        """
         for _ in range(_TRIES):
             with contextlib.suppress(TryAgainError):
-                return self._try_out(params)
-        return self._try_out(params)
+                return self._try_out(params, cpu_seconds)
+        return self._try_out(params, cpu_seconds)
 
-    def _try_out(self, params: StructuredOutputsParams) -> Proof:
+    def _try_out(self, params: StructuredOutputsParams, cpu_seconds: float) -> Proof | None:
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is not None and process.poll() is not None:  # somebody has ended it
@@ -74,7 +98,7 @@ class GrammarProcesses:
         if process is None:
             process = self._start()
         try:
-            answer = _ask(process, params)
+            answer = _ask(process, params, cpu_seconds)
         except BaseException:
             _end(process)
             raise
@@ -82,6 +106,8 @@ class GrammarProcesses:
             self._idle.append(process)
         if "error" in answer:
             raise SamplingParamsError(f"structured_outputs cannot be compiled: {answer['error']}")
+        if answer.get("died") == -signal.SIGPROF and cpu_seconds < MAX_CPU_SECONDS:
+            return None
         if "died" in answer:
             raise _died(answer["died"])
         return Proof(**answer)
@@ -108,7 +134,9 @@ class GrammarProcesses:
         return process
 
 
-def _ask(process: subprocess.Popen[bytes], params: StructuredOutputsParams) -> dict[str, Any]:
+def _ask(
+    process: subprocess.Popen[bytes], params: StructuredOutputsParams, cpu_seconds: float
+) -> dict[str, Any]:
     """Its answer.
 
     Raises:
@@ -116,7 +144,7 @@ def _ask(process: subprocess.Popen[bytes], params: StructuredOutputsParams) -> d
     """
     answers = _pipe(process.stdout)
     try:
-        write_frame(_pipe(process.stdin), dataclasses.asdict(params))
+        write_frame(_pipe(process.stdin), (dataclasses.asdict(params), cpu_seconds))
         if not select.select([answers], [], [], _MAX_SECONDS)[0]:
             raise TryAgainError(_LATE)
         answer: dict[str, Any] = read_frame(answers)

@@ -154,8 +154,8 @@ class Grammars:
         vocabulary, processes = self._made
         if params.is_harmless:
             return _compiled(vocabulary, Proof(params.grammar_text(), 0.0, 0))
-        with processes.room:
-            return _compiled(vocabulary, processes.try_out(params))
+        with processes.tried(params) as proof:
+            return _compiled(vocabulary, proof)
 
     def _make_vocabulary(self) -> tuple[Vocabulary, GrammarProcesses]:
         from transformers import PreTrainedTokenizerFast
@@ -190,8 +190,8 @@ def _compiled(vocabulary: Vocabulary, proof: Proof) -> Grammar:
 
 @functools.cache
 def _threads() -> NativeThreads:
-    """Threads that compile, one of them for harmless ones, with more stack than grammars were tried with."""
-    return NativeThreads(MOST + 1, 2 * STACK_BYTES, "jaxllm-grammars", be_nice)
+    """Threads that compile, one for slow and one for harmless ones, with more stack than those that try."""
+    return NativeThreads(MOST + 2, 2 * STACK_BYTES, "jaxllm-grammars", be_nice)
 
 
 def _begin(vocabulary: Vocabulary, grammar: str) -> tuple[LLMatcher, np.ndarray]:

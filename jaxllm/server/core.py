@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 _SECONDS_TO_LOOK_UP = 1.0  # after which it is asked whether there is anything to wait for
 _MAX_RETRY_SECONDS = 60
 _MOST_AT_A_TIME = 8  # items from the engine, or outputs of them, in one turn of the loop
-_POOL_SIZES = {"bodies": 1, "inputs": 2, "grammars": 8, "outputs": 1, "texts": 1}
+_POOL_SIZES = {"bodies": 1, "inputs": 2, "grammars": 64, "outputs": 1, "texts": 1}  # most of 64 wait
 MANY_SCORES = 16
 """Places with scores, from which on naming them takes a thread."""
 

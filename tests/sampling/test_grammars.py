@@ -1,5 +1,6 @@
 """Hostile grammars: they are tried in another process, which may die of them; what is kept is bounded."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -146,11 +147,11 @@ def test_a_process_that_is_killed_at_work_is_no_fault_of_the_grammar(compiled, m
     """As by a system without memory: the grammar is tried again, and not remembered as bad."""
     ask, killed = grammar_processes._ask, []
 
-    def ask_the_dead(process, params):
+    def ask_the_dead(process, *what):
         if len(killed) < num_deaths:
             process.kill()
             killed.append(process.wait())
-        return ask(process, params)
+        return ask(process, *what)
 
     monkeypatch.setattr(grammar_processes, "_ask", ask_the_dead)
     num_deaths = 1
@@ -206,18 +207,85 @@ def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(compiled, monk
     assert compiled.get(StructuredOutputsParams(regex="b"))
 
 
-@pytest.mark.parametrize(("work", "code"), [("bytearray(2**31)", signal.SIGABRT), ("spin()", signal.SIGXCPU)])
+@pytest.mark.parametrize(("work", "code"), [("bytearray(2**31)", signal.SIGABRT), ("spin()", signal.SIGPROF)])
 def test_memory_and_time_of_a_fork_are_bounded(work, code):
     """Where the system bounds them: it dies, and what had it made says how."""
     code_of_child = (
         "import jaxllm.sampling.grammar_child as child\n"
-        "child.MAX_CPU_SECONDS = 0\n"
         "def spin():\n    while True: pass\n"
         f"child.try_out = lambda *_: {work}\n"
-        "print(child._answer(None, {'regex': 'a'}))"
+        "print(child._answer(None, {'regex': 'a'}, 0.3))"
     )
     ran = subprocess.run([sys.executable, "-c", code_of_child], capture_output=True, text=True)
     assert ran.stdout == f"{{'died': {-code}}}\n"
+
+
+def test_a_slow_grammar_begins_again_behind_other_slow_ones(compiled, monkeypatch):
+    """It has little time at first, and then as much as one may have."""
+    slow = (
+        "import time\n"
+        "quick = c.try_out\n"
+        "def slow(*args):\n"
+        "    end = time.process_time() + 1\n"
+        "    while time.process_time() < end: pass\n"
+        "    return quick(*args)\n"
+        "c.try_out = slow\n"
+        "c.main()\n"
+    )
+    monkeypatch.setattr(
+        grammar_processes, "_MAIN", grammar_processes._MAIN.replace("c.main()", f"exec({slow!r})")
+    )
+    asked, ask = [], grammar_processes._ask
+
+    def note(process, params, cpu_seconds):
+        asked.append(cpu_seconds)
+        return ask(process, params, cpu_seconds)
+
+    monkeypatch.setattr(grammar_processes, "_ask", note)
+    assert compiled.get(StructuredOutputsParams(regex="slow")).num_bytes > 0
+    assert asked == [grammar_child.QUICK_CPU_SECONDS, grammar_child.MAX_CPU_SECONDS]
+    monkeypatch.setattr(grammar_processes, "MAX_CPU_SECONDS", 0.5)
+    monkeypatch.setattr(compiled._made[1], "_rooms", dict.fromkeys((0.1, 0.5), contextlib.nullcontext()))
+    with pytest.raises(SamplingParamsError, match="takes more than 5 seconds of processor time"):
+        compiled.get(StructuredOutputsParams(regex="slower"))
+
+
+def test_slow_grammars_hold_up_no_ordinary_one_at_the_server(monkeypatch):
+    """More of them than the processor has cores, and a request with a new one of its own ends."""
+    may_go, try_out = threading.Event(), grammar_processes.GrammarProcesses.try_out
+    waiting = []
+
+    def wait(self, params, cpu_seconds):
+        if params.regex is None:
+            return try_out(self, params, cpu_seconds)
+        if cpu_seconds == grammar_child.QUICK_CPU_SECONDS:
+            waiting.append(params)
+            return None
+        assert may_go.wait(60)
+        return try_out(self, params, cpu_seconds)
+
+    monkeypatch.setattr(grammar_processes.GrammarProcesses, "try_out", wait)
+    with serving() as server:
+        answers = []
+
+        def ask(number):
+            options = {"regex": f"[a-z]{{{number}}}"}
+            body = {"prompt": "a", "max_tokens": 3, "structured_outputs": options}
+            answers.append(server.post("/v1/completions", body)[0])
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(5, 25)]
+        for thread in threads:
+            thread.start()
+        while len(waiting) < len(threads):
+            time.sleep(0.01)
+        schema = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+        body = {"prompt": "a", "max_tokens": 3, "structured_outputs": schema}
+        assert server.post("/v1/completions", body)[0] == 200
+        assert not answers
+        may_go.set()
+        for thread in threads:
+            thread.join()
+        assert answers == [200] * len(threads)
 
 
 def test_a_process_gives_way_to_the_engine_and_is_not_interrupted_with_it(compiled):
@@ -287,6 +355,10 @@ def _is_running(pid):
         return False
 
 
+@pytest.mark.skipif(
+    (3, 12, 0) <= sys.version_info[:3] < (3, 12, 3),
+    reason="Python starts no thread once the main one has ended: python/cpython#113964",
+)
 def test_threads_outlive_the_main_one():
     """A thread that is not the main one goes on with structured output, and then the program ends."""
     code = (
