@@ -50,10 +50,14 @@ def test_programs_that_draft_are_compiled_with_the_precision_of_whoever_makes_th
         assert found == [precision == "highest"]
 
 
-@pytest.fixture(scope="module")
-def llm():
+def make_llm_that_drafts():
     config = {"method": "draft_model", "model": OTHER, "num_speculative_tokens": MOST, "policy": "fixed"}
     return make_llm(TARGET, speculative_config=config, prefill_buckets=[16, 48], num_host_blocks=32)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm_that_drafts()
 
 
 @pytest.fixture(scope="module")
@@ -360,7 +364,8 @@ def test_weights_and_pool_are_in_the_memory_that_is_planned(llm):
         sizing.size(config, model, chosen, beside=memory.Beside(weight_bytes=2**50))
 
 
-def test_it_sleeps_and_wakes_with_the_model(llm, answers):
+def test_it_sleeps_and_wakes_with_the_model(answers):
+    llm = make_llm_that_drafts()
     model = llm.executor.drafter
     for level in (1, 2):
         llm.sleep(level)

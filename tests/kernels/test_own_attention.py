@@ -1,5 +1,7 @@
 """Attention of a user's own, named by its import path."""
 
+import sys
+
 import pytest
 from docs_helpers import DOCS, Page
 from engine_helpers import make_llm
@@ -33,6 +35,7 @@ def own(tmp_path, monkeypatch):
     text = Page(DOCS / "howto" / "own-kernel.md").python()[0].text
     (tmp_path / "own_attention.py").write_text(text + OTHERS, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_attention", raising=False)  # nobody has traced it before
     import own_attention
 
     return own_attention

@@ -33,13 +33,15 @@ ARMS = {"v1": "vllm_v1", "mine": SchedulerPolicy(), "paper": "paper"}
 
 @pytest.fixture(scope="module")
 def llm():
-    jax.clear_caches()  # no programs of an engine before it
     llm = make_llm(golden_checkpoint("llama_gqa"), num_host_blocks=40, warm_up="background")
     yield llm
     llm.close()
 
 
-def test_a_cold_replay_says_that_it_compiled_and_a_warm_one_says_nothing(llm, caplog):
+def test_a_cold_replay_says_that_it_compiled_and_a_warm_one_says_nothing(caplog):
+    jax.clear_caches()  # no programs of an engine before it
+    llm = make_llm(golden_checkpoint("llama_gqa"), num_host_blocks=40, warm_up="background")
+    caplog.clear()
     limits = dataclasses.replace(llm.engine.scheduler.config, num_gpu_blocks=20)
     with caplog.at_level(logging.WARNING, "jaxllm.research.bench.replay"):
         replay(llm, TRACE, limits, make_preset("vllm_v1"))
@@ -52,6 +54,7 @@ def test_a_cold_replay_says_that_it_compiled_and_a_warm_one_says_nothing(llm, ca
     replay(llm, TRACE, limits, make_preset("vllm_v1"), warns=False)
     caplog.clear()
     replay(llm, TRACE, limits, make_preset("vllm_v1"))
+    llm.close()
     assert caplog.records == []
 
 
