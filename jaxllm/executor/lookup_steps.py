@@ -203,4 +203,4 @@ def run_lookup_steps(
     )
     carry = lax.while_loop(lambda carry: (carry.turn < num_steps) & jnp.any(carry.is_live), body, carry)
     sampled = SampledRows(carry.collected.reshape(-1), None)
-    return carry.state, StepOutputs(sampled, None, jnp.zeros((0, config.vocab_size), jnp.float32))
+    return carry.state, StepOutputs(sampled, None, jnp.zeros((0, config.num_head_rows), jnp.float32))

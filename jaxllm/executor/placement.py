@@ -192,6 +192,10 @@ class Placement:
         cuts = _cuts(config, self.share(config)) if self.is_shared else {}
         return {name: CUT if name in cuts else ON_EACH for name in abstract_params(config, "float32")}
 
+    def logits_spec(self, config: ModelConfig) -> Spec:
+        """How the logits of a step lie."""
+        return Spec(None, self.share(config).head_axis)
+
     def placed(self, config: ModelConfig, formats: LinearFormats, name: str, weight: Any) -> Any:
         """A weight of the model where it belongs, in its format.
 

@@ -166,7 +166,8 @@ def step_program(
     step = functools.partial(_packed_step, own, key, max_num_seqs, options)
     params = abstract_params(own, dtype, formats)
     specs = placement.weight_specs(model_config), STATE_SPECS, ON_EACH, ON_EACH
-    jitted = placement.jit(step, specs, (STATE_SPECS, ON_EACH), donate_argnums=(1,))
+    outputs = StepOutputs(ON_EACH, ON_EACH, placement.logits_spec(model_config))  # type: ignore[arg-type]
+    jitted = placement.jit(step, specs, (STATE_SPECS, outputs), donate_argnums=(1,))
     return jitted, placement.structs((params, state, slot_params, packed), specs)
 
 

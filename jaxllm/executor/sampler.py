@@ -65,11 +65,12 @@ def sample(
     masks: jax.Array | None = None,
     is_native: bool = False,
     is_lazy: bool = False,
+    axis: str | None = None,
 ) -> SampledRows:
     """Sample one token per row.
 
     Args:
-        logits: [R, vocab_size] float32.
+        logits: [R, vocab_size] float32, or with `axis` of a device's tokens alone.
         params: by slot.
         slots: [R] int32, the row's slot.
         history: [num_slots + 1, max_model_len + 1] int32, the tokens of each slot so far.
@@ -79,7 +80,11 @@ def sample(
         masks: [R, mask_width] int32 with `Sampling.MASKED`, a bit for each token that may be sampled.
         is_native: whether a native kernel finds the largest score (static).
         is_lazy: whether only what some row asks for is computed, by conditionals (static).
+        axis: that of devices which have the logits of as many tokens each, one after another. They tell each
+            other the best of theirs, or where that is not enough all of them.
     """
+    if axis is not None and (sampling not in Sampling.RANDOM or processors or masks is not None):
+        logits, axis = all_logits(logits, axis), None
     rows = SlotParams(*(array[slots] for array in params))
     scores = logits
 
@@ -112,8 +117,9 @@ def sample(
                 lambda _: least_kept(scaled, **filters),
                 lambda: jnp.full(scaled.shape[0], -jnp.inf, scaled.dtype),
             )
-        scores = _perturb(scores, scaled, rows, lengths, least)
-    tokens = largest(scores, is_native=is_native)
+        first = 0 if axis is None else lax.axis_index(axis) * logits.shape[1]
+        scores = _perturb(scores, scaled, rows, lengths, least, first)
+    tokens = _largest_of_all(scores, axis, is_native=is_native)
     logprobs = None
     if Sampling.LOGPROBS in sampling:
         num_top = logits.shape[1] if Sampling.ALL_LOGPROBS in sampling else MAX_LOGPROBS
@@ -126,6 +132,11 @@ def sample(
     return SampledRows(tokens, logprobs)
 
 
+def all_logits(logits: jax.Array, axis: str | None) -> jax.Array:
+    """[R, vocab_size], of those that devices have of their tokens along an axis, if there is one."""
+    return logits if axis is None else lax.all_gather(logits, axis, axis=1, tiled=True)
+
+
 def _bits(masks: jax.Array, size: int) -> jax.Array:
     """The first `size` bits of each row; [R, size] bool."""
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
@@ -135,6 +146,18 @@ def _bits(masks: jax.Array, size: int) -> jax.Array:
 def largest(scores: jax.Array, *, is_native: bool) -> jax.Array:
     """Places of the largest of `scores` [R, N]; a native kernel finds them if `is_native`. [R] int32."""
     return native.argmax(scores) if is_native else _argmax(scores)
+
+
+def _largest_of_all(scores: jax.Array, axis: str | None, *, is_native: bool) -> jax.Array:
+    """As `largest` of what the devices along an axis have, one after another; -1 if that of any is."""
+    places = largest(scores, is_native=is_native)
+    if axis is None:
+        return places
+    best = jnp.where(places < 0, jnp.inf, jnp.take_along_axis(scores, places[:, None], axis=1)[:, 0])
+    tokens = jnp.where(places < 0, -1, places + lax.axis_index(axis) * scores.shape[1])
+    both = lax.all_gather(jnp.stack([lax.bitcast_convert_type(best, jnp.int32), tokens]), axis)
+    of_device = jnp.argmax(lax.bitcast_convert_type(both[:, 0], jnp.float32), axis=0)
+    return jnp.take_along_axis(both[:, 1], of_device[None], axis=0)[0]
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
@@ -195,28 +218,33 @@ def _adjust(logits: jax.Array, rows: SlotParams, tokens: jax.Array, lengths: jax
 
 
 def _perturb(
-    logits: jax.Array, scaled: jax.Array, rows: SlotParams, lengths: jax.Array, least: jax.Array | None
+    logits: jax.Array,
+    scaled: jax.Array,
+    rows: SlotParams,
+    lengths: jax.Array,
+    least: jax.Array | None,
+    first: jax.Array | int,
 ) -> jax.Array:
-    """Scores [R, vocab_size] of which the largest is a sample (Gumbel-max); logits where rows are greedy.
+    """Scores [R, N] of which the largest is a sample (Gumbel-max); logits where rows are greedy.
 
-    `scaled` are divided by the temperature, and `least` [R] is the least of these that may be sampled. The
-    noise of a row depends on its seed and position only.
+    `scaled` are divided by the temperature, and `least` [R] is the least of these that may be sampled. They
+    are of the tokens from `first` on. The noise of a row depends on its seed and position only.
     """
     is_random = (rows.temperature > 0)[:, None]
-    scores = jnp.where(is_random, scaled + gumbel(rows.seeds, lengths, logits.shape[1]), logits)
+    scores = jnp.where(is_random, scaled + gumbel(rows.seeds, lengths, logits.shape[1], first), logits)
     if least is not None:
         scores = jnp.where(is_random & (scaled < least[:, None]), -jnp.inf, scores)
     return scores
 
 
-def gumbel(seeds: jax.Array, positions: jax.Array, size: int) -> jax.Array:
-    """Gumbel noise [R, size] float32 of `seeds` [R, 2] uint32 and `positions` [R] int32.
+def gumbel(seeds: jax.Array, positions: jax.Array, size: int, start: jax.Array | int = 0) -> jax.Array:
+    """Gumbel noise [R, size] float32, from place `start` on, of `seeds` [R, 2] uint32 and `positions` [R].
 
     It is `jax.random.gumbel` of the key `fold_in(seed, position)`, written out: on CPUs JAX computes the
     rounds of Threefry in a loop, which takes several times as long.
     """
     first, second = _threefry(seeds[:, 0], seeds[:, 1], jnp.uint32(0), positions.astype(jnp.uint32))
-    ids = lax.broadcasted_iota(jnp.uint32, (seeds.shape[0], size), 1)
+    ids = lax.broadcasted_iota(jnp.uint32, (seeds.shape[0], size), 1) + jnp.uint32(start)
     high, low = _threefry(first[:, None], second[:, None], jnp.uint32(0), ids)
     uniform = lax.bitcast_convert_type((high ^ low) >> 9 | jnp.uint32(0x3F800000), jnp.float32) - 1
     return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from jaxllm.executor.sampler import SampledRows, sample
 from jaxllm.executor.slot_params import PackedSlotParams, Sampling
@@ -93,10 +94,17 @@ def rows_program(
     return jax.jit(run, donate_argnums=0), (history, slot_params, logits, places, *masks)
 
 
-def take_program(key: TakeKey, vocab_size: int) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
-    """A program that takes rows out of logits, and its arguments: these, and the rows [rows] int32."""
-    logits = jax.ShapeDtypeStruct((key.num_logits, vocab_size), jnp.float32)
-    return jax.jit(_take), (logits, jax.ShapeDtypeStruct((key.rows,), jnp.int32))
+def take_program(
+    key: TakeKey, num_tokens: int, sharding: Sharding
+) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
+    """A program that takes rows out of logits, and its arguments: these, and the rows [rows] int32.
+
+    Of the logits each device has those of `num_tokens` tokens; the rows it takes are whole, and lie as
+    `sharding` says.
+    """
+    logits = jax.ShapeDtypeStruct((key.num_logits, num_tokens), jnp.float32)
+    arguments = logits, jax.ShapeDtypeStruct((key.rows,), jnp.int32)
+    return jax.jit(_take, out_shardings=sharding), arguments
 
 
 def padded(numbers: list[int], size: int, padding: int) -> np.ndarray:

@@ -213,9 +213,10 @@ def lower_stages(
         run = functools.partial(_layers, layers=own_layers)
         given = state.pool, batches[0], stream
         _, stream = lower(place, run, (pool, each, each), (pool, each), given, (1,), names[place])
-    end = functools.partial(_end, sampling=key.sampling, processors=processors)
+    end = functools.partial(_end, config=own, sampling=key.sampling, processors=processors)
     given = state.history, slot_params, rows, [stream] * count
-    lower(0, end, (each,) * 4, (each, each), given, (1,), names[0])
+    outputs = StepOutputs(each, each, stages[0].logits_spec(model_config))  # type: ignore[arg-type]
+    lower(0, end, (each,) * 4, (each, outputs), given, (1,), names[0])
 
     def num_batches(packed: np.ndarray) -> int:
         if count == 1:
@@ -310,6 +311,7 @@ def _end(
     rows: Rows,
     streams: list[Stream],
     *,
+    config: ModelConfig,
     sampling: Sampling,
     processors: tuple[LogitsProcessor, ...],
 ) -> tuple[jax.Array, StepOutputs]:
@@ -322,6 +324,6 @@ def _end(
     hidden = model(rows.tokens, rows.positions, attend)
     inputs = rows.places, rows.decode, rows.prefill
     history, _, outputs = sample_rows(
-        model, hidden, history, None, slot_params.unpack(), *inputs, sampling, processors
+        model, config, hidden, history, None, slot_params.unpack(), *inputs, sampling, processors
     )
     return history, outputs

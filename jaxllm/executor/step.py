@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxllm import pallas_kernels
 from jaxllm.executor.context_parallel import OwnRows, SharedPrompts
-from jaxllm.executor.sampler import Logprobs, SampledRows, sample, token_logprobs
+from jaxllm.executor.sampler import Logprobs, SampledRows, all_logits, sample, token_logprobs
 from jaxllm.executor.slot_params import Sampling, SlotParams
 from jaxllm.executor.step_rows import DecodeInputs, Places, PrefillInputs, num_rows_of, places_of
 from jaxllm.models.architecture import CausalLM, ModelConfig
@@ -53,7 +53,8 @@ class StepOutputs(NamedTuple):
     """Sampled rows, and with `Sampling.PROMPT_LOGPROBS` those of each row's target in a step with prompts.
 
     Of several decode iterations the rows come one iteration after another. `logits` [S, vocab_size] float32
-    are those that rows were sampled of, in the last iteration.
+    are those that rows were sampled of, in the last iteration; of devices that share the output head each has
+    those of its tokens.
     """
 
     sampled: SampledRows
@@ -207,7 +208,7 @@ def run_step(
         given = jnp.concatenate(keeps.found, axis=1).astype(layers.dtype)
         layers = flat.at[rows].set(given, mode="drop").reshape(layers.shape)
     history, kept, outputs = sample_rows(
-        model, hidden, history, kept, slot_params, places, decode, prefill, sampling, processors
+        model, config, hidden, history, kept, slot_params, places, decode, prefill, sampling, processors
     )
     return DeviceState(pool, history, kept, layers), outputs
 
@@ -228,6 +229,7 @@ def rows_of(
 
 def sample_rows(
     model: CausalLM,
+    config: ModelConfig,
     hidden: jax.Array,
     history: jax.Array,
     kept: jax.Array | None,
@@ -249,13 +251,14 @@ def sample_rows(
         num_sampled = jnp.sum(slots >= 0, dtype=jnp.int32)
         slots = jnp.where(slots >= 0, slots, padding_slot)
         if Sampling.PROMPT_LOGPROBS in sampling:
-            prompt_logprobs = _prompt_logprobs(model, hidden, prefill.targets)
+            prompt_logprobs = _prompt_logprobs(model, config.head_axis, hidden, prefill.targets)
         hidden = hidden[rows]
     if kept is not None:
         kept = kept.at[slots, (lengths - 1) % kept.shape[1]].set(hidden)
     # Whatever is sampled how, the logits are computed in the same way.
     logits = lax.optimization_barrier(model.logits(hidden, num_sampled))
     options: dict[str, Any] = {"processors": processors, "is_native": model.is_packed}
+    options["axis"] = config.head_axis
     sampled = sample(logits, slot_params, slots, history, lengths, sampling, **options)
     end = jnp.minimum(lengths, history.shape[1] - 1)
     history = history.at[slots, end].set(sampled.tokens)
@@ -354,7 +357,7 @@ def run_decode_steps(
     return state, StepOutputs(sampled, None, logits)
 
 
-def _prompt_logprobs(model: CausalLM, hidden: jax.Array, targets: jax.Array) -> Logprobs:
+def _prompt_logprobs(model: CausalLM, axis: str | None, hidden: jax.Array, targets: jax.Array) -> Logprobs:
     """Score every prefill row's target, some rows at a time so that the logits stay small."""
     num_rows = hidden.shape[0]
     chunk = min(_PROMPT_LOGPROB_ROWS, num_rows)
@@ -362,5 +365,9 @@ def _prompt_logprobs(model: CausalLM, hidden: jax.Array, targets: jax.Array) -> 
     padding = num_chunks * chunk - num_rows
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(num_chunks, chunk, -1)
     targets = jnp.pad(targets, (0, padding)).reshape(num_chunks, chunk)
-    scored = lax.map(lambda some: token_logprobs(model.logits(some[0]), some[1]), (hidden, targets))
+
+    def scores(some: tuple[jax.Array, jax.Array]) -> Logprobs:
+        return token_logprobs(all_logits(model.logits(some[0]), axis), some[1])
+
+    scored = lax.map(scores, (hidden, targets))
     return jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:])[:num_rows], scored)

@@ -372,14 +372,17 @@ class StepPrograms:
             return made
         jitted, arguments = made
         if make is not step_program:
-            arguments = self._placement.stages[0].structs(arguments, ON_EACH)
+            stage = self._placement.stages[0]
+            specs: Any = (stage.logits_spec(self._model_config), ON_EACH) if make is take_program else ON_EACH
+            arguments = stage.structs(arguments, specs)
         return jitted.lower(*arguments)
 
     def _recipe(self, key: Key) -> tuple[Callable[..., Any], dict[str, Any]]:
         """What makes a program, and all that it is given beside the key."""
         config, vocab_size = self._config, self._model_config.vocab_size
         if isinstance(key, TakeKey):
-            return take_program, {"vocab_size": vocab_size}
+            sharding = self._placement.stages[0].sharding()
+            return take_program, {"num_tokens": self._own.num_head_rows, "sharding": sharding}
         sizes: dict[str, Any] = {
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,

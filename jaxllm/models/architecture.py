@@ -67,6 +67,11 @@ class ModelConfig:
         is_whole = self.tie_word_embeddings or self.vocab_size % self.tensor_parallel
         return self.vocab_size // (1 if is_whole else self.tensor_parallel)
 
+    @property
+    def head_axis(self) -> str | None:
+        """That of the devices whose output heads score tokens of their own; None if each scores all."""
+        return self.axis if self.num_head_rows < self.vocab_size else None
+
     def shared(self, num_devices: int) -> Self:
         """The part of each of several devices that share each layer. Few KV heads are on several of them.
 
@@ -127,7 +132,7 @@ class CausalLM(Protocol):
         ...
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
-        """`hidden` [N, features], of which `num_rows` are in use -> [N, vocab_size] float32."""
+        """`hidden` [N, features], of which `num_rows` are in use -> [N, num_head_rows] float32."""
         ...
 
 

@@ -137,11 +137,6 @@ def swiglu(gate_up: jax.Array, num_rows: jax.Array | None, *, is_native: bool) -
     return jax.nn.silu(gate) * up
 
 
-def gathered(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """All logits [N, vocab_size], of those that each device's output head gives."""
-    return logits if logits.shape[1] == vocab_size else lax.all_gather(logits, TENSOR, axis=1, tiled=True)
-
-
 def scaled(x: jax.Array, factor: float) -> jax.Array:
     """`x` times a factor, in float32 (many have none in 16 bits)."""
     return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)

@@ -18,7 +18,6 @@ from jaxllm.models.layers import (
     KVScales,
     Linear,
     RMSNorm,
-    gathered,
     gelu_glu,
     scaled,
     soft_capped,
@@ -237,10 +236,9 @@ class LlamaForCausalLM(nnx.Module):
         return self.norm(x, delta, attend.num_rows, is_native=self.is_packed)[1]
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
-        """`hidden` [N, hidden_size], of which `num_rows` are in use -> [N, vocab_size] float32."""
+        """`hidden` [N, hidden_size], of which `num_rows` are in use -> [N, num_head_rows] float32."""
         head = self.embed_tokens.as_head if self.lm_head is None else self.lm_head
         logits = head(hidden, num_rows, out_dtype=jnp.dtype(jnp.float32))
-        logits = gathered(logits, self.config.vocab_size)
         if self.config.logits_divisor != 1:
             logits = logits / self.config.logits_divisor
         return soft_capped(logits, self.config.logits_soft_cap)

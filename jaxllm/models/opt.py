@@ -12,7 +12,7 @@ from flax import nnx
 from jaxllm.errors import ConfigError
 from jaxllm.models.architecture import ModelConfig, register
 from jaxllm.models.fields import Fields
-from jaxllm.models.layers import Attend, Embedding, KVScales, LayerNorm, Linear, gathered
+from jaxllm.models.layers import Attend, Embedding, KVScales, LayerNorm, Linear
 from jaxllm.models.names import WeightNames
 
 _POSITION_OFFSET = 2
@@ -140,9 +140,9 @@ class OPTForCausalLM(nnx.Module):
         return x if self.project_out is None else self.project_out(x, attend.num_rows)
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
-        """`hidden` [N, word_embed_proj_dim], of which `num_rows` are in use -> [N, vocab_size] float32."""
+        """`hidden` [N, word_embed_proj_dim], of which `num_rows` are in use -> [N, num_head_rows] float32."""
         head = self.embed_tokens.as_head if self.lm_head is None else self.lm_head
-        return gathered(head(hidden, num_rows, out_dtype=jnp.dtype(jnp.float32)), self.vocab_size)
+        return head(hidden, num_rows, out_dtype=jnp.dtype(jnp.float32))
 
 
 @register(
