@@ -187,12 +187,17 @@ def _structured_outputs(request: GenerationRequest) -> object:
     return {"json": wanted.json_schema.schema_}
 
 
+_BECOME_GRAMMARS = "response_format", "tools"
+
+
 def refusal(error: JaxllmError, request: GenerationRequest, max_model_len: int) -> ApiError:
     """What a client is told of what the engine refuses."""
     given = getattr(request, "prompt", None)
     has_several = isinstance(given, list) and bool(given) and not _is_id(given[0])
     message = re.sub(r"^prompts(\[\d+\]): ", r"prompt\1: " if has_several else "", str(error))
     field = field_of(error, request)
+    if field in _BECOME_GRAMMARS:
+        message = re.sub(r"^structured_outputs\b", field, message)
     return (
         too_long(message, field, max_model_len)
         if isinstance(error, RequestTooLargeError)

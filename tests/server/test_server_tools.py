@@ -217,7 +217,11 @@ def test_a_name_within_another_is_not_taken_for_it():
             "both bound the output",
         ),
         ({"tool_choice": NAMED, "tools": [SWITCH], "min_tokens": 3}, "min_tokens", "contradicts"),
-        ({"tool_choice": NAMED, "tools": [function("switch", a={"type": "nothing"})]}, "tools", "compiled"),
+        (
+            {"tool_choice": NAMED, "tools": [function("switch", a={"type": "nothing"})]},
+            "tools",
+            "- tools cannot be compiled",
+        ),
         (
             {
                 "tool_choice": NAMED,
