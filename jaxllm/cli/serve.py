@@ -30,6 +30,7 @@ _OF_VLLM = {
     **dict.fromkeys(("enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin"), _TOOLS),
     **dict.fromkeys(("disable_log_requests", "uvicorn_log_level", "max_log_len"), _LOG),
     "chat_template": "the checkpoint's is taken: put another into its folder as chat_template.jinja",
+    "headless": "a process with --node-rank above 0 has no server; leave it out",
     "api_server_count": "use data_parallel_size for several engines behind one server",
 }
 """vLLM's options of servers that there are not, and the way out."""
