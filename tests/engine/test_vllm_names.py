@@ -140,6 +140,7 @@ def test_values_of_vllm_that_there_are_not_say_what_there_is(setting, message):
             "tools are called where tool_choice of a request demands it",
         ),
         (["serve", "--ssl-keyfile", "a"], "serve behind a proxy"),
+        (["serve", "--headless"], "--node-rank above 0 has no server"),
         (["serve", "--guided-decoding-backend=outlines"], "grammars are llguidance's"),
     ],
 )
