@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import struct
@@ -11,7 +12,9 @@ import subprocess
 import sys
 from unittest import mock
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxllm.cluster.paths import for_workers
 from jaxllm.engine.config import EngineConfig
@@ -19,6 +22,7 @@ from jaxllm.engine.processes import lead
 from jaxllm.errors import ConfigError
 from jaxllm.executor.processes.links import Follower
 from jaxllm.executor.processes.wire import packed
+from jaxllm.loading.checkpoints import demo_model_path
 
 HERE = pathlib.Path(__file__).parent
 SIZES = {
@@ -144,6 +148,25 @@ def test_tokens_are_those_of_one_device(started, policy, others, drafts):
     assert found["preemptions"] > 0
     assert bool(drafts) == (found.get("kept", 0) > 0)
     assert (found["swaps"] > 0) == (policy == "vllm_swap")
+
+
+def test_processes_share_an_output_head_of_its_own(started, tmp_path):
+    """Greedy and random tokens of steps, and what is sampled apart of logits that no process has whole."""
+    model = shutil.copytree(demo_model_path(), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"]
+    noise = np.random.default_rng(0).normal(size=embeddings.shape, scale=0.1 * embeddings.std())
+    weights["lm_head.weight"] = (embeddings + noise).astype(embeddings.dtype)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    settings = two(model=str(model))
+    follows = follower(started, settings)
+    found = results(leader(started, {**settings, "seed": 7}, "answer"))
+    assert follows.wait(SECONDS) == 0
+    alone = results(leader(started, {**SIZES, "model": str(model), "seed": 7}, "answer"))
+    assert found["tokens"] == alone["tokens"]
+    assert found["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-4)
 
 
 def test_files_of_the_prefix_cache_are_of_all_processes_or_missing(started, tmp_path):
