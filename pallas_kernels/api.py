@@ -306,7 +306,6 @@ def _load_backend(name: str) -> ModuleType:
     return importlib.import_module(f"jaxllm.pallas_kernels.{'dense' if name == REFERENCE else name}")
 
 
-@functools.cache
 def _load_own(path: str) -> SimpleNamespace:
     own = imported(path, "the attention implementation")
     found = {name: getattr(own, name) for name in OPERATIONS if callable(getattr(own, name, None))}

@@ -2,6 +2,7 @@
 
 import sys
 
+import jax.numpy as jnp
 import pytest
 from docs_helpers import DOCS, Page
 from engine_helpers import make_llm
@@ -9,6 +10,7 @@ from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
 from jaxllm.errors import ConfigError
+from jaxllm.pallas_kernels import decode_attention
 
 SIZES = {"warm_up": "background"}
 
@@ -58,6 +60,17 @@ def test_an_engine_computes_with_it(own, monkeypatch):
         llm.close()
         assert calls
     assert found[0] == found[1]
+
+
+def test_a_kernel_that_has_changed_is_taken_as_it_is_now(own, monkeypatch):
+    """As in a notebook, where a module is read again."""
+    pool = jnp.zeros((2, 1, 2, 1, 4, 8))
+    step = jnp.zeros((1, 2, 8)), pool, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+    for number in (1.0, 2.0):
+        kernel = staticmethod(lambda q, *_, number=number, **__: jnp.full_like(q, number))
+        monkeypatch.setattr(own.Flat, "decode_attention", kernel)
+        out = decode_attention(*step, layer=0, scale=1.0, implementation="own_attention:Flat")
+        assert jnp.all(out == number)
 
 
 @pytest.mark.parametrize(
