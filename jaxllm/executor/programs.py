@@ -166,9 +166,14 @@ def step_program(
     step = functools.partial(_packed_step, own, key, max_num_seqs, options)
     params = abstract_params(own, dtype, formats)
     specs = placement.weight_specs(model_config), STATE_SPECS, ON_EACH, ON_EACH
-    outputs = StepOutputs(ON_EACH, ON_EACH, placement.logits_spec(model_config))  # type: ignore[arg-type]
-    jitted = placement.jit(step, specs, (STATE_SPECS, outputs), donate_argnums=(1,))
+    outs = STATE_SPECS, output_specs(placement, model_config)
+    jitted = placement.jit(step, specs, outs, donate_argnums=(1,))
     return jitted, placement.structs((params, state, slot_params, packed), specs)
+
+
+def output_specs(placement: Placement, model_config: ModelConfig) -> StepOutputs:
+    """How what a step gives lies on several devices."""
+    return StepOutputs(ON_EACH, ON_EACH, placement.logits_spec(model_config))  # type: ignore[arg-type]
 
 
 def state_shapes(

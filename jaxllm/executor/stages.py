@@ -26,7 +26,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.executor.placement import BY_KV_HEADS, ON_EACH, Placement
-from jaxllm.executor.programs import EngineState, PackedStep, ProgramKey, rows_in_use, state_shapes, unpacked
+from jaxllm.executor.programs import (
+    EngineState,
+    PackedStep,
+    ProgramKey,
+    output_specs,
+    rows_in_use,
+    state_shapes,
+    unpacked,
+)
 from jaxllm.executor.slot_params import PackedSlotParams, Sampling
 from jaxllm.executor.step import PagedAttention, StepOutputs, rows_of, sample_rows
 from jaxllm.executor.step_rows import DecodeInputs, Places, PrefillInputs
@@ -215,8 +223,7 @@ def lower_stages(
         _, stream = lower(place, run, (pool, each, each), (pool, each), given, (1,), names[place])
     end = functools.partial(_end, config=own, sampling=key.sampling, processors=processors)
     given = state.history, slot_params, rows, [stream] * count
-    outputs = StepOutputs(each, each, stages[0].logits_spec(model_config))  # type: ignore[arg-type]
-    lower(0, end, (each,) * 4, (each, outputs), given, (1,), names[0])
+    lower(0, end, (each,) * 4, (each, output_specs(stages[0], model_config)), given, (1,), names[0])
 
     def num_batches(packed: np.ndarray) -> int:
         if count == 1:

@@ -51,7 +51,7 @@ class GrammarProcesses:
     """Tries grammars in forks of processes that are started when they are needed, and kept.
 
     Any thread may ask. One that is not done soon begins again behind other slow ones, which are done one by
-    one: ordinary grammars never wait for more than the little that each of `MOST` others has before it.
+    one: ordinary grammars wait for the little time that each before them has at first, and for no more.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:

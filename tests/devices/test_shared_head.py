@@ -1,8 +1,5 @@
 """An output head that devices share: each scores tokens of its own, and tells the others of its best."""
 
-import functools
-import operator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,8 +33,7 @@ def sampled(count, logits, params, *, is_native=False):
     slot_params = SlotParams(*map(jnp.asarray, host))
     slots, lengths = jnp.arange(ROWS), jnp.full(ROWS, 6)
     history = jnp.tile(jnp.arange(MAX_LEN, dtype=jnp.int32), (ROWS + 1, 1))
-    kind = functools.reduce(operator.or_, [Sampling.of(params)], Sampling.GREEDY)
-    placement = Placement(tuple(jax.devices()[:count]))
+    placement, kind = Placement(tuple(jax.devices()[:count])), Sampling.of(params)
     axis = TENSOR if count > 1 else None
 
     def run(logits):
