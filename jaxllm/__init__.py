@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,13 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    is_collecting = gc.isenabled()
+    gc.disable()  # modules stay: full collections amid so many of them are a fifth of this import
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    finally:
+        if is_collecting:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

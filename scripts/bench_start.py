@@ -74,11 +74,11 @@ _KINDS = [
 ]
 
 
-def timed(command: list[str]) -> tuple[float, float, str]:
+def timed(command: list[str], environment: dict[str, str] | None = None) -> tuple[float, float, str]:
     """Wall seconds until a command prints its first line, processor seconds to its end, and the line."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         seconds = time.perf_counter() - started
