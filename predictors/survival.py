@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,13 +31,15 @@ class OutputSurvival:
     """
 
     def __init__(self, window: int = _WINDOW, first_guess: float = _FIRST_GUESS) -> None:
-        self._ended: collections.deque[tuple[float, bool]] = collections.deque(maxlen=window)
+        self._ended = np.empty(window)  # twice their lengths, and 1 more of those that were cut off
+        self._num_ended = 0
         self._first_guess = first_guess
         self.fit(())
 
     def add(self, num_tokens: int, *, is_whole: bool) -> None:
         """Take an output that has ended; `is_whole` if nothing cut it off."""
-        self._ended.append((float(num_tokens), is_whole))
+        self._ended[self._num_ended % len(self._ended)] = 2 * num_tokens + (not is_whole)
+        self._num_ended += 1
 
     def ended(self, request: Request, *, is_whole: bool) -> None:
         """Take the output of a request that has ended, if it has any."""
@@ -47,17 +48,15 @@ class OutputSurvival:
 
     def fit(self, going_on: Sequence[int] | Array) -> None:
         """Learn from what has ended, and from outputs that are `going_on`, of lengths `[N]` so far."""
-        count = len(self._ended)
-        lengths = np.empty(count + len(going_on))
-        is_whole = np.zeros(len(lengths), bool)
-        if count:
-            lengths[:count], is_whole[:count] = zip(*self._ended, strict=True)
-        lengths[count:] = going_on
-        order = np.lexsort((~is_whole, lengths))
+        cut_off = 2.0 * np.asarray(going_on, np.float64) + 1.0
+        twice = np.concatenate([self._ended[: self._num_ended], cut_off])
+        twice.sort()  # of equal lengths the whole outputs first
+        lengths = np.floor(twice / 2.0)
+        is_whole = twice == 2.0 * lengths
         # One more, that never ends, is at risk: no share is 0, however few there are.
         at_risk = np.arange(len(lengths), 0, -1) + 1.0
-        self._lengths = np.concatenate([[0.0], lengths[order]])
-        self._shares = np.concatenate([[1.0], np.cumprod(1.0 - is_whole[order] / at_risk)])
+        self._lengths = np.concatenate([[0.0], lengths])
+        self._shares = np.concatenate([[1.0], np.cumprod(1.0 - is_whole / at_risk)])
         self._longest = max(1.0 if is_whole.any() else self._first_guess, float(self._lengths[-1]))
 
     def share(self, num_tokens: Array) -> Array:

@@ -22,17 +22,18 @@ from jaxllm.types import (
 class Iteration:
     """One that is being scheduled, and what executors are to be told of it."""
 
+    _decode: tuple[Request, ...] = ()
+    _num_steps, _num_context_tokens, _num_drafts = 1, 0, 0
+    _lookups: tuple[int, ...] = ()
+
     def __init__(self, state: SchedulerState, ledger: Ledger | None, step_id: int, now: float) -> None:
         """Nothing yet."""
         self._state, self._ledger, self._step_id, self._now = state, ledger, step_id, now
-        self._decode: tuple[Request, ...] = ()
         self._prefill: list[PrefillChunk] = []
         self._preempted: list[Request] = []
         self._swap_out: list[Swap] = []
         self._swap_in: list[Swap] = []
         self._load: list[Swap] = []
-        self._num_steps, self._num_context_tokens, self._num_drafts = 1, 0, 0
-        self._lookups: tuple[int, ...] = ()
 
     def apply(self, plan: Plan, max_decode_steps: int) -> None:
         """Do what the plan says, in the order that it assumes."""
@@ -42,9 +43,8 @@ class Iteration:
         self._num_steps = self._num_decode_steps(plan, max_decode_steps)
         state.progress.num_iterations += self._num_steps
         self._note_passed(plan)
-        self._hold_copies(plan)
-        for victim, fate in plan.victims:
-            self.preempt(victim, fate, plan.scores)
+        if plan.victims:
+            self._preempt(plan)
         for request, _ in plan.drafts:
             state.running.leave(request)
             state.grow(request, request.num_tokens)
@@ -123,13 +123,15 @@ class Iteration:
 
     # Those who hold blocks
 
-    def _hold_copies(self, plan: Plan) -> None:
-        """Let victims hold what is in host memory already, before copies of others take its room."""
+    def _preempt(self, plan: Plan) -> None:
+        """Preempt the victims; all hold what is in host memory already before copies take its room."""
         state = self._state
         for victim, decision in plan.victims:
             if decision.action is PreemptionAction.SWAP:
                 victim.host_blocks = state.lookups.held_on_host(victim)
                 state.host.hold(victim.host_blocks)
+        for victim, decision in plan.victims:
+            self.preempt(victim, decision, plan.scores)
 
     def preempt(self, victim: Request, decision: Decision, scores: Sequence[tuple[str, float]] = ()) -> None:
         """Take a holder's blocks and slot, and queue it to be prefilled again or copied back."""
@@ -177,12 +179,13 @@ class Iteration:
         for request, block_id in zip(growing, state.pool.allocate(len(growing)), strict=True):
             request.block_ids.append(block_id)
         self._num_context_tokens = running.num_tokens + len(running) * (num_steps - 1) // 2
-        filling = list(running.filling) if state.config.enable_prefix_caching else []
+        filling = list(running.filling) if state.config.enable_prefix_caching else ()
         self._decode, ending = running.advance(num_steps)
         state.ending += ending
         state.progress.num_generated += len(self._decode) * num_steps
+        name_blocks = state.lookups.name_blocks
         for request in filling:
-            state.lookups.name_blocks(request)
+            name_blocks(request)
 
     # Those who take some
 

@@ -7,7 +7,7 @@ import dataclasses
 import heapq
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxllm.errors import ConfigError, called, shown
 from jaxllm.sched.cache.preview import PoolPreview
@@ -23,7 +23,7 @@ from jaxllm.sched.policies import (
 )
 from jaxllm.sched.policies.actions import num_copied
 from jaxllm.sched.policies.contract import watched
-from jaxllm.sched.policies.victims import Outranks, PoolVictim
+from jaxllm.sched.policies.victims import Outranks
 from jaxllm.sched.queues import RequestQueue, Verdict
 from jaxllm.sched.state import SchedulerState
 from jaxllm.sched.taking import AT_ONCE, Offer, Room, Taking, preview_of
@@ -116,14 +116,15 @@ class PolicyPlanner(Planner):
         """Add victims until the others have the blocks they need (True), or one holder is left."""
         state, preview = self._state, PoolPreview(self._state.pool)
         pools = state.pools(state.pool.num_free)
-        score_of = self._score_of(pools, now)
-        order = self._victim_order(pools, now)
+        aside = list(state.aside)
+        scored = self._scored([*aside, *state.running, *state.prompts], pools, now)
+        order = _victim_order(scored[len(aside) :])
         growing = state.running.growing
         num_spared = 0  # blocks that victims among the running ones do not need
         num_needed = self._num_needed(plan)
-        for victim in state.aside:
+        for score, victim in scored[: len(aside)]:
             if num_needed > pools.num_free:
-                pools = self._give_up(plan, victim, score_of(victim), pools, preview, now)
+                pools = self._give_up(plan, victim, score, pools, preview, now)
         while num_needed - num_spared * plan.decodes > pools.num_free and len(order) > 1:
             score, _, victim = heapq.heappop(order)
             num_spared += victim in growing
@@ -137,29 +138,27 @@ class PolicyPlanner(Planner):
         plan.scores.append(_next_score(order))
         return num_needed - num_spared * plan.decodes <= pools.num_free
 
-    def _score_of(self, pools: PoolState, now: float) -> Callable[[Request], float]:
-        """What the victim policy says of a holder."""
-        policy = self._policy.victim
-        if isinstance(policy, PoolVictim):
-            return policy.scorer(pools, now)
-        return lambda request: policy.score(request, now)
+    def _scored(
+        self, holders: Sequence[Request], pools: PoolState, now: float
+    ) -> list[tuple[float, Request]]:
+        """Holders with what the victim policy says of them.
 
-    def _victim_order(self, pools: PoolState, now: float) -> list[_Rank]:
-        """A heap of all holders, the first to lose its blocks first; protected ones last, by arrival."""
-        policy, state = self._policy.victim, self._state
-        holders = [*state.running, *state.prompts]
-        scores = list(map(self._score_of(pools, now), holders))
-        order = [
-            (math.inf if request.is_protected else score, -request.arrival_index, request)
-            for request, score in zip(holders, scores, strict=True)
-        ]
-        for request, score in zip(holders, scores, strict=True):
-            if (type(score) is not float and not isinstance(score, numbers.Real)) or score != score:
-                raise ConfigError(
-                    f"{called(policy)} scored {request!r} with {shown(score)}, which is not a number"
-                )
-        heapq.heapify(order)
-        return order
+        Raises:
+            ConfigError: that is not a number.
+        """
+        policy = self._policy.victim
+        scorer = getattr(policy, "scorer", None)  # of a `PoolVictim`
+        if scorer is None:
+            scores = [policy.score(request, now) for request in holders]
+        else:
+            scores = list(map(scorer(pools, now), holders))
+        if set(map(type, scores)) != {float} or any(map(math.isnan, scores)):
+            for one, request in zip(scores, holders, strict=True):
+                if not isinstance(one, numbers.Real) or one != one:
+                    raise ConfigError(
+                        f"{called(policy)} scored {request!r} with {shown(one)}, which is not a number"
+                    )
+        return list(zip(scores, holders, strict=True))
 
     def _give_up(
         self, plan: Plan, victim: Request, score: float, pools: PoolState, preview: PoolPreview, now: float
@@ -168,13 +167,17 @@ class PolicyPlanner(Planner):
         is_running = victim.is_decoding
         num_running = pools.num_running - is_running
         num_tokens = pools.num_context_tokens - is_running * victim.num_tokens
-        pools = pools._replace(num_running=num_running, num_context_tokens=num_tokens)
         policy, state = self._policy.action, self._state
         num_shared = state.pool.num_shared(victim.block_ids)
         on_host = state.lookups.held_on_host(victim)
         num_host_free = state.host.num_available_beside(preview.kept.union(on_host)) - preview.num_stored
-        pools = pools._replace(num_host_free=max(0, num_host_free))
-        asked = pools._replace(num_shared=num_shared, num_on_host=len(on_host))
+        asked = pools._replace(
+            num_running=num_running,
+            num_context_tokens=num_tokens,
+            num_host_free=max(0, num_host_free),
+            num_shared=num_shared,
+            num_on_host=len(on_host),
+        )
         # What was not promised to earlier victims; and whoever is half computed cannot come back to decode.
         room = num_host_free if self._mixes or is_running else -1
         decision = ask_action(policy, victim, asked, room, now)
@@ -183,7 +186,8 @@ class PolicyPlanner(Planner):
             preview.num_stored += num_copied(victim, asked)
         plan.victims.append((victim, decision))
         plan.scores.append((victim.request_id, score))
-        return pools._replace(num_free=pools.num_free + preview.release(victim.block_ids))
+        num_free = pools.num_free + preview.release(victim.block_ids)
+        return asked._replace(num_free=num_free, num_shared=0, num_on_host=0)
 
     # Those who want some
 
@@ -315,7 +319,8 @@ class PolicyPlanner(Planner):
     def _make_room(self, offer: Offer, room: Room, now: float, outranks: Outranks) -> Plan | None:
         """A plan of the victims that give a queued request what it needs; None if they may not."""
         state, queued, num_needed = self._state, offer.request, offer.num_needed
-        order, found = self._victim_order(self._state.pools(self._state.pool.num_free), now), Plan()
+        holders, found = [*state.running, *state.prompts], Plan()
+        order = _victim_order(self._scored(holders, state.pools(state.pool.num_free), now))
         pools, preview = state.pools(room.num_blocks), PoolPreview(state.pool)
         while order and not (pools.num_free >= num_needed and (found.victims or room.num_slots > 0)):
             score, _, victim = heapq.heappop(order)
@@ -365,6 +370,16 @@ def _watched(policy: SchedulerPolicy) -> SchedulerPolicy:
     for question, part in changes.items():
         object.__setattr__(made, question, part)  # of a frozen dataclass
     return made
+
+
+def _victim_order(scored: Iterable[tuple[float, Request]]) -> list[_Rank]:
+    """A heap of holders, the first to lose its blocks first; protected ones last, by arrival."""
+    order = [
+        (math.inf if request.is_protected else score, -request.arrival_index, request)
+        for score, request in scored
+    ]
+    heapq.heapify(order)
+    return order
 
 
 def _next_score(order: list[_Rank]) -> tuple[str, float]:

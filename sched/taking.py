@@ -14,7 +14,6 @@ from jaxllm.sched.policies import (
     PoolState,
     ResumeAction,
     ResumeDecision,
-    ReturnAdmission,
     SchedulerPolicy,
 )
 from jaxllm.sched.queues import RequestQueue, Verdict
@@ -92,6 +91,7 @@ class Taking:
     is_forced: bool = False
     taken: list[Offer] = dataclasses.field(default_factory=list)
     _pools: PoolState = dataclasses.field(init=False)
+    _under_way: list[Request] = dataclasses.field(default_factory=list)  # of `_pools`, once some start
     _is_busy: bool = dataclasses.field(init=False)  # with more than copies of waiting requests
     _unsuited: Verdict = dataclasses.field(init=False)
     _too_large: Verdict = dataclasses.field(init=False)
@@ -252,15 +252,16 @@ class Taking:
 
     def _may_return(self, offer: Offer) -> bool:
         """Whether a swapped request resumes, as far as the admission policy cares."""
-        admission = self.policy.admission
-        if self.is_forced or not isinstance(admission, ReturnAdmission):
+        readmits = getattr(self.policy.admission, "readmits", None)  # of a `ReturnAdmission`
+        if self.is_forced or readmits is None:
             return True
-        return admission.readmits(offer.request, offer.num_needed, self._pools)
+        return bool(readmits(offer.request, offer.num_needed, self._pools))
 
     def _take(self, offer: Offer) -> None:
         room, pools = self.room, self._pools
         if not offer.is_swapped:
-            pools = pools._replace(under_way=[*pools.under_way, offer.request])
+            self._under_way = self._under_way or [*pools.under_way]
+            self._under_way.append(offer.request)
         if not offer.is_later:
             offer.length = self.num_at_once(offer)
             self._is_busy = True
@@ -271,7 +272,8 @@ class Taking:
         until = pools.copy_in_until
         if offer.copies:
             until = max(self.now, until) + (offer.decision.copy_seconds or 0.0)
-        self._pools = pools._replace(num_free=room.num_blocks, copy_in_until=until)
+        under_way = self._under_way or pools.under_way
+        self._pools = pools._replace(num_free=room.num_blocks, copy_in_until=until, under_way=under_way)
         self.taken.append(offer)
         if self.preview is not None:
             self.preview.hold(offer.hit)

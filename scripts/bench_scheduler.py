@@ -240,15 +240,15 @@ def bench_sharing(preset: str, num_shared: int, num_waiting: int, repetitions: i
     return [once, summarise(name, scheduler.num_running, samples)]
 
 
-def bench_trace(preset: str, num_running: int, seed: int) -> list[Timing]:
-    """Iterations of a trace with about `num_running` requests running, and its decisions."""
+def bench_trace(preset: str, num_running: int, seed: int, *, decisions: bool = False) -> list[Timing]:
+    """Iterations of a trace with about `num_running` requests running, or its decisions."""
     trace = make_trace("chatbot", _TRACE_REQUESTS, 64, seed=seed)
     costs = OnlineCalibration(TableCostModel.distil(_ROOFLINE, _AXES))
     policy = make_preset(preset, costs)
     timed: dict[str, Any] = {
         name: TimedPolicy(one)
         for name in ("action", "resume")
-        if (one := getattr(policy, name, None)) is not None
+        if decisions and (one := getattr(policy, name, None)) is not None
     }
     scheduler = Scheduler(
         SchedulerConfig(
@@ -281,12 +281,14 @@ def bench_trace(preset: str, num_running: int, seed: int) -> list[Timing]:
         scheduler.complete(output.step_id)
         for request in output.ending:
             scheduler.finish(request, "length")
-    timings = [summarise(f"trace, {preset}", round(statistics.fmean(running)), samples)]
+    if not decisions:
+        return [summarise(f"trace, {preset}", round(statistics.fmean(running)), samples)]
+    timings = []
     for question, policy_timed in timed.items():
         if policy_timed.samples:
-            decisions = [(microseconds, 1) for microseconds in policy_timed.samples]
+            times = [(microseconds, 1) for microseconds in policy_timed.samples]
             name = f"decision of {question}, {preset}"
-            timings.append(summarise(name, round(statistics.fmean(running)), decisions))
+            timings.append(summarise(name, round(statistics.fmean(running)), times))
     return timings
 
 
@@ -339,7 +341,9 @@ def main() -> None:
             timings.append(bench_preempting(preset, running, max(args.repetitions // 10, 10)))
         timings.append(bench_admitting(running, args.repetitions, args.seed))
         for preset in PRESETS:
-            timings += bench_trace(preset, running // 2, args.seed)
+            # Policies that are timed are watched, as any from outside the package.
+            for decisions in (False, True):
+                timings += bench_trace(preset, running // 2, args.seed, decisions=decisions)
     for preset in ("vllm_v1", "adaptive"):
         for shared, waiting in ((1000, 400), (8000, 100), (32000, 300)):
             timings += bench_sharing(preset, shared, waiting, 40)

@@ -117,12 +117,13 @@ class BlockPool:
             )
         block_ids = list(itertools.islice(free, num_blocks))
         self.num_changes += 1
+        names, num_references = self._names, self._num_references
         for block_id in block_ids:
             del free[block_id]
-            self._num_references[block_id] = 1
-            name = self._names[block_id]
+            num_references[block_id] = 1
+            name = names[block_id]
             if name is not None:
-                self._names[block_id] = None
+                names[block_id] = None
                 self.names.remove(name, block_id)
                 self.reclaimed.append((block_id, name))
         return block_ids

@@ -43,14 +43,19 @@ class Lookups:
 
     def name_blocks(self, request: Request, limit: int = sys.maxsize) -> None:
         """Let others find a holder's full blocks whose tokens are known, of its first `limit` tokens."""
-        num_computed = min(request.num_computed_tokens, limit)
-        names = self.learn_names(request, num_computed)
+        num_computed, first = min(request.num_computed_tokens, limit), request.num_named_blocks
+        if self._is_on:
+            learn_names(request, num_computed, self._block_size)
+        names = request.block_names
         stop = min(len(names), num_computed // self._block_size)
-        for place in range(request.num_named_blocks, stop):
-            self._pool.name(request.block_ids[place], names[place])
+        if stop <= first:
+            return
+        for place in range(first, stop):
+            block_id, name = request.block_ids[place], names[place]
+            self._pool.name(block_id, name)
             if self.collects_filled:
-                self.filled.append((request.block_ids[place], names[place]))
-        request.num_named_blocks = max(request.num_named_blocks, stop)
+                self.filled.append((block_id, name))
+        request.num_named_blocks = stop
 
     def may_look_up(self, request: Request) -> bool:
         """Whether a waiting request may find blocks: not if it asks how likely its prompt is."""
@@ -115,6 +120,8 @@ class Lookups:
 def learn_names(request: Request, num_tokens: int, block_size: int) -> None:
     """Name a request's full blocks, at least those of its first `num_tokens` if these are known."""
     names = request.block_names
+    if len(names) >= num_tokens // block_size:
+        return
     num_blocks = min(num_tokens, request.num_known_tokens) // block_size
     if len(names) >= num_blocks:
         return

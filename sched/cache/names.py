@@ -27,7 +27,9 @@ Place = TypeVar("Place")
 
 def root(cache_salt: str | None = None) -> bytes:
     """What the first block's name is chained to; caches of other salts share nothing."""
-    return b"" if cache_salt is None else _digest(b"salt:", cache_salt.encode())
+    if cache_salt is None:
+        return b""
+    return hashlib.blake2b(b"salt:" + cache_salt.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def names_of(
@@ -37,10 +39,10 @@ def names_of(
     size = block_size * _ITEMSIZE
     num_blocks = len(token_ids) // block_size
     content = array.array("i", token_ids[: num_blocks * block_size]).tobytes()
-    names = []
+    names, blake2b = [], hashlib.blake2b
     for number, start in enumerate(range(0, num_blocks * size, size), first_number):
         tokens = content[start : start + size]
-        before = _digest(before, tokens)
+        before = blake2b(before + tokens, digest_size=_DIGEST_BYTES).digest()
         names.append(BlockName(before, tokens, number))
     return names
 
@@ -49,10 +51,6 @@ def cut_name(name: BlockName) -> BlockName:
     """What a block of this name is called if it is computed after tokens before it were cut."""
     digest = hashlib.blake2b(name.digest, digest_size=_DIGEST_BYTES, person=b"cut").digest()
     return name._replace(digest=digest)
-
-
-def _digest(before: bytes, content: bytes) -> bytes:
-    return hashlib.blake2b(before + content, digest_size=_DIGEST_BYTES).digest()
 
 
 class FileIndex(Protocol):
