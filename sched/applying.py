@@ -175,10 +175,12 @@ class Iteration:
     def _advance(self) -> None:
         """Let the running requests decode."""
         state, num_steps, running = self._state, self._num_steps, self._state.running
-        growing = running.growing if num_steps == 1 else running.growing_within(num_steps)
+        growing, self._num_context_tokens = running.growing, running.num_tokens
+        if num_steps > 1:
+            growing = running.growing_within(num_steps)
+            self._num_context_tokens += len(running) * (num_steps - 1) // 2
         for request, block_id in zip(growing, state.pool.allocate(len(growing)), strict=True):
             request.block_ids.append(block_id)
-        self._num_context_tokens = running.num_tokens + len(running) * (num_steps - 1) // 2
         filling = list(running.filling) if state.config.enable_prefix_caching else ()
         self._decode, ending = running.advance(num_steps)
         state.ending += ending

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import heapq
 import math
 import numbers
@@ -56,9 +55,9 @@ class PolicyPlanner(Planner):
 
     def plan(self, now: float) -> Plan | None:
         """The next iteration."""
-        state = self._state
+        state, is_queued = self._state, self._state.is_queued
         plan, num_tokens = Plan(), 0
-        if state.prompts or state.is_queued or state.loading:
+        if state.prompts or is_queued or state.loading:
             num_tokens = self._num_prompt_tokens()
             self._go_on(plan, num_tokens)
         if self._num_needed(plan) > state.pool.num_free:
@@ -66,7 +65,7 @@ class PolicyPlanner(Planner):
                 return None  # so that there is somebody to preempt
             if not self._preempt(plan, num_tokens, now) and state.loading:
                 return None
-        elif state.is_queued:
+        elif is_queued:
             self._take_in(plan, self._room(plan, num_tokens), now)
         if not (state.running or plan.chunks or plan.starting or plan.resuming) and state.loading:
             return None
@@ -217,6 +216,10 @@ class PolicyPlanner(Planner):
             if len(taking) > num_passing and first not in [offer.request for offer in taking]:
                 resuming = resuming[: int(num_passing)]
                 starting = starting[: int(num_passing) - len(resuming)]
+        if not (resuming or starting):
+            if plan.reserved is None and (outranks := self._policy.victim.outranks) is not None:
+                self._outrank(plan, room, now, outranks)
+            return
         computes = any(offer.length for offer in starting)
         if resuming and not (state.running or plan.chunks or computes):  # nothing else to do than to wait
             offer = resuming[0]
@@ -227,9 +230,6 @@ class PolicyPlanner(Planner):
         plan.starting = [(offer.request, offer.length) for offer in starting]
         plan.fetching = {offer.request: offer.decision for offer in starting if offer.copies}
         plan.decodes = plan.decodes and (self._mixes or not computes)
-        is_nobody = not (resuming or starting or plan.reserved)
-        if is_nobody and (outranks := self._policy.victim.outranks) is not None:
-            self._outrank(plan, room, now, outranks)
 
     def _take_sets(self, plan: Plan, room: Room, now: float) -> tuple[list[Offer], list[Offer]]:
         """Who resumes, and who starts; one of the two, and the other in what is left, where both may."""
@@ -237,7 +237,7 @@ class PolicyPlanner(Planner):
         resuming: list[Offer] = []
         # A copy that is all there is to wait for is alone.
         if state.swapped and (state.num_holders or not state.loading):
-            alone = dataclasses.replace(room)
+            alone = Room(room.num_blocks, room.num_tokens, room.num_slots, room.num_chunks)
             resuming = self._take(plan, state.swapped, room, now)
         starting = self._take(plan, state.waiting, alone, now)
         if resuming and starting:
@@ -339,6 +339,8 @@ class PolicyPlanner(Planner):
     def _fit_program(self, plan: Plan) -> None:
         """Cut prompts so that they fill a program of the executor's, where that computes less in vain."""
         state, sizes = self._state, self._state.config.program_sizes
+        if not sizes:
+            return
         num_gone = sum([victim.is_decoding for victim, _ in plan.victims])
         num_decodes = (len(state.running) - num_gone) * plan.decodes
         num_decodes += sum([length for _, _, length in plan.resuming])

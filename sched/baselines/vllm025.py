@@ -177,8 +177,7 @@ class VLLM025Planner(Planner):
             return None
         num_device = state.pool.num_blocks if self._rules.swaps == "both" else 0
         worst = _WorstCase(state.pool.block_size, state.host.num_blocks, num_device)
-        for request in (*state.running, *state.prompts, *state.swapped):
-            worst.add(request)
+        worst.add(*state.running, *state.prompts, *state.swapped)
         return worst
 
     def _swap_in(self, plan: Plan, num_free: int, now: float) -> None:
@@ -224,9 +223,9 @@ class _WorstCase:
     total: int = 0
     largest: int = 0
 
-    def add(self, request: Request) -> None:
-        size = self._size(request)
-        self.total, self.largest = self.total + size, max(self.largest, size)
+    def add(self, *requests: Request) -> None:
+        sizes = list(map(self._size, requests))
+        self.total, self.largest = self.total + sum(sizes), max(self.largest, *sizes, 0)
 
     def admits(self, request: Request) -> bool:
         size, limit = self._size(request), self.num_host_blocks
