@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,12 +54,13 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")
-    is_collecting = gc.isenabled()
-    gc.disable()  # modules stay: full collections amid so many of them are a fifth of this import
+    waits = _HOMES[name] not in sys.modules and gc.isenabled()
+    if waits:
+        gc.disable()  # modules stay: full collections amid so many of them are a fifth of this import
     try:
         return getattr(importlib.import_module(_HOMES[name]), name)
     finally:
-        if is_collecting:
+        if waits:
             gc.enable()
 
 

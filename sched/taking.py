@@ -130,8 +130,9 @@ class Taking:
             return Verdict.SKIP_ONE
         if request.num_in_flight or state.has_to_wait(request):  # its newest token may not be known yet
             return self._unsuited
-        offer = self.offer(request)
-        if offer.num_needed > room.num_blocks:
+        finds_room = self.preview is not None or state.pool.blocks_for(request.num_tokens) <= room.num_blocks
+        offer = self.offer(request) if finds_room else None
+        if offer is None or offer.num_needed > room.num_blocks:
             self._remember(request)
             return self._too_large
         if state.is_coming(offer.hit.copied) or (offer.num_left > 1 and room.num_chunks < 1):

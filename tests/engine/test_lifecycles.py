@@ -386,3 +386,23 @@ def test_a_priority_may_be_set_while_another_thread_reads_the_last_output(llm, p
     stream._builders = {str(place): Ending() for place in range(3)}
     assert stream.num_unfinished == 1
     stream.close()
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_first_import_leaves_the_garbage_collector_as_it_was(is_on):
+    code = f"""
+import gc
+{"" if is_on else "gc.disable()"}
+calls = []
+gc.callbacks.append(lambda phase, about: calls.append(about["generation"]))
+import jaxllm
+jaxllm.LLM
+assert gc.isenabled() is {is_on}
+assert 2 not in calls, calls
+try:
+    jaxllm.Nothing
+except AttributeError:
+    pass
+assert gc.isenabled() is {is_on}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
