@@ -230,6 +230,20 @@ def test_the_scorer_of_a_victim_policy_is_watched_too():
         run_two(scheduler)
 
 
+def test_a_scorer_is_asked_for_once_when_blocks_run_out():
+    asked = []
+
+    class Counting(LatestArrivalVictim):
+        def scorer(self, state, now):
+            asked.append(now)
+            return lambda request: 0.0
+
+    scheduler = make_scheduler(dataclasses.replace(V1, victim=Counting()), num_gpu_blocks=2)
+    run_two(scheduler)
+    assert asked
+    assert len(asked) == len(set(asked))
+
+
 @pytest.mark.parametrize(
     ("question", "answer", "message"),
     [
