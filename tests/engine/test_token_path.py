@@ -12,8 +12,9 @@ from jaxllm import LLM, SamplingParams
 
 ROOT = os.path.realpath(pathlib.Path(jaxllm.__file__).parent.parent) + os.sep
 ROOMS = tuple(ROOT + room + os.sep for room in ("jaxllm", "pallas_kernels", "sched", "predictors"))
-MOST_FUNCTIONS, MOST_FILES = 262, 47
-"""Comprehensions are none. Fewer are better: lower these when there are."""
+MOST_FUNCTIONS, MOST_FILES = 260, 47
+"""Comprehensions are none; several decode steps in one program are four more. Fewer are better: lower these
+when there are."""
 
 
 def entered(call, until):
@@ -47,6 +48,7 @@ def test_a_short_request_enters_few_functions():
         "max_num_seqs": 2,
         "max_num_batched_tokens": 32,
         "num_gpu_blocks_override": 8,
+        "num_scheduler_steps": 1,  # else it depends on how fast the machine happens to be
     }
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with LLM(warm_up="all", decode_buckets=[2], prefill_buckets=[32], **sizes) as llm:

@@ -64,9 +64,10 @@ def test_wrong_arguments_of_orders(options, message, tmp_path, capsys):
 def test_decisions_of_every_system_are_timed(monkeypatch):
     monkeypatch.setattr(bench_scheduler, "_TRACE_REQUESTS", 60)
     for preset, questions in (("paper_strategy", 1), ("adaptive", 2), ("vllm", 0)):
-        names = [timing.iteration for timing in bench_scheduler.bench_trace(preset, 16, 0)]
-        assert names[0] == f"trace, {preset}"
-        assert len(names) <= 1 + questions
+        traced, timed = [bench_scheduler.bench_trace(preset, 16, 0, decisions=one) for one in (False, True)]
+        assert [timing.iteration for timing in traced] == [f"trace, {preset}"]
+        names = [timing.iteration for timing in timed]
+        assert len(names) <= questions
         assert (f"decision of action, {preset}" in names) == (questions > 0)
 
 
