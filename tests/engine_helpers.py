@@ -2,7 +2,10 @@
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Iterator
+
+import pytest
 
 from jaxllm.engine.engine import Engine
 from jaxllm.llm import LLM
@@ -13,6 +16,10 @@ from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.sched.policies import PreemptionAction, SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
 
+needs_late_threads = pytest.mark.skipif(
+    (3, 12, 0) <= sys.version_info[:3] < (3, 12, 3),
+    reason="Python starts no thread once the main one has ended: python/cpython#113964",
+)
 SMALL = {
     "skip_tokenizer_init": True,
     "max_model_len": 112,

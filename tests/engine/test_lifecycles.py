@@ -15,7 +15,7 @@ import weakref
 
 import jax
 import pytest
-from engine_helpers import make_llm
+from engine_helpers import make_llm, needs_late_threads
 from variants import golden_checkpoint, golden_data
 
 import jaxllm
@@ -103,6 +103,7 @@ def interrupter(number):
     """
     files = {module.__file__ for module in (engine_owner, engine_thread)}
     last, seen = {}, []
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces them if anybody asked before tracing began
 
     def trace(frame, event, argument):
         if frame.f_code.co_filename not in files and frame.f_code is not threading.Thread.start.__code__:
@@ -228,6 +229,7 @@ threading.Thread(target=work).start()
 """
 
 
+@needs_late_threads
 @pytest.mark.parametrize("how", ["made before", "made after"])
 def test_a_thread_that_outlives_the_main_one_gets_its_answers(llm, how, tmp_path):
     ran = run_python(_OUTLIVED, how, tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_helpers import needs_late_threads
 from server_helpers import serving
 
 from jaxllm import LLM, SamplingParams, StructuredOutputsParams
@@ -355,10 +356,7 @@ def _is_running(pid):
         return False
 
 
-@pytest.mark.skipif(
-    (3, 12, 0) <= sys.version_info[:3] < (3, 12, 3),
-    reason="Python starts no thread once the main one has ended: python/cpython#113964",
-)
+@needs_late_threads
 def test_threads_outlive_the_main_one():
     """A thread that is not the main one goes on with structured output, and then the program ends."""
     code = (
