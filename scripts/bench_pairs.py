@@ -36,7 +36,7 @@ from bench_start import timed
 
 from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.research.bench.serving.server_process import running_server
-from jaxllm.research.compare.workloads import Workload, make_workload
+from jaxllm.research.compare.workloads import PROMPT_LENGTHS, Workload, make_workload
 from jaxllm.system.hardware import describe_hardware, versions
 from jaxllm.system.output_files import OutputParser, new_file
 
@@ -257,8 +257,16 @@ def main() -> None:
     parser.add_argument("--out", type=new_file, required=True, help="JSON file")
     args = parser.parse_args()
     parts = args.parts.split(",")
-    if unknown := set(parts) - set(_PARTS):
-        parser.error(f"--parts knows {', '.join(_PARTS)}, not {', '.join(sorted(unknown))}")
+    for name, given, known in (
+        ("--parts", parts, _PARTS),
+        ("--workloads", args.workloads.split(","), (*PROMPT_LENGTHS,)),
+    ):
+        if unknown := set(given) - set(known):
+            parser.error(f"{name} knows {', '.join(known)}, not {', '.join(map(repr, sorted(unknown)))}")
+    if not (args.other / "jaxllm" / "__init__.py").exists():
+        parser.error(f"{args.other} is no checkout of this repository: git worktree add {args.other} COMMIT")
+    if not (args.model / "config.json").exists():
+        parser.error(f"{args.model} is no checkpoint: jaxllm make-model {args.model} --size 107m-gqa")
     if args.pairs < 6:
         parser.error(f"--pairs must be at least 6 for an interval of 95 %, got {args.pairs}")
     with with_tokenizer(args.model) as folder:

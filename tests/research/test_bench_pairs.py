@@ -1,8 +1,12 @@
 """`scripts/bench_pairs.py`: which of two checkouts is faster."""
 
+import sys
+
 import bench_pairs
 import numpy as np
 import pytest
+
+from jaxllm.loading.checkpoints import demo_model_path
 
 
 def test_both_begin_as_often_and_the_first_pair_is_not_counted(capsys):
@@ -40,3 +44,29 @@ def test_a_side_that_ends_says_how():
         pytest.raises(RuntimeError, match="ended with 3"),
     ):
         bench_pairs.line_of(process)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--parts", "offline,nothing"], "--parts knows offline, server, start, scheduler, not 'nothing'"),
+        (["--workloads", "huge"], "--workloads knows short, long, mixed, not 'huge'"),
+        (["--pairs", "5"], "--pairs must be at least 6 for an interval of 95 %, got 5"),
+        (["--model", "nowhere"], "nowhere is no checkpoint: jaxllm make-model nowhere"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_first(changes, message, capsys, tmp_path, monkeypatch):
+    out = str(tmp_path / "pairs.json")
+    arguments = [str(bench_pairs._HERE), "--model", str(demo_model_path()), "--out", out, *changes]
+    monkeypatch.setattr(sys, "argv", ["bench_pairs.py", *arguments])
+    with pytest.raises(SystemExit):
+        bench_pairs.main()
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_checkout_is_refused(capsys, tmp_path, monkeypatch):
+    arguments = [str(tmp_path), "--model", str(demo_model_path()), "--out", str(tmp_path / "pairs.json")]
+    monkeypatch.setattr(sys, "argv", ["bench_pairs.py", *arguments])
+    with pytest.raises(SystemExit):
+        bench_pairs.main()
+    assert "is no checkout of this repository: git worktree add" in capsys.readouterr().err
