@@ -227,6 +227,8 @@ def scheduler(new: Side, old: Side, pairs: int, seed: int) -> Iterator[dict[str,
             script = ["scripts/bench_scheduler.py", "--running", "256", "--repetitions", "500"]
             with side.python(*script, "--seed", str(seed), "--out", str(out)) as process:
                 process.communicate()
+            if process.returncode:
+                raise RuntimeError(f"{side.folder / script[0]} ended with {process.returncode}")
             timings = json.loads(out.read_text())["timings"]
             return {one["iteration"]: one["median_us"] / 1e6 for one in timings}
 
@@ -246,7 +248,7 @@ def commit_of(folder: pathlib.Path) -> str:
 
 
 def main() -> None:
-    """Measure, and write JSON."""
+    """Measure, and write JSON, a row at a time."""
     parser = OutputParser(description=__doc__.partition("\n")[0])
     parser.add_argument("other", type=pathlib.Path, help="folder of the other checkout")
     parser.add_argument("--model", type=pathlib.Path, required=True, help="folder of a checkpoint")
@@ -287,8 +289,9 @@ def main() -> None:
             "scheduler": lambda: scheduler(new, old, args.pairs, args.seed),
         }
         for part in parts:
-            result["rows"] += measure[part]()
-    write_json(args.out, result)
+            for found in measure[part]():
+                result["rows"].append(found)
+                write_json(args.out, result)  # whatever fails later, what was measured is kept
 
 
 if __name__ == "__main__":
