@@ -116,12 +116,13 @@ class PolicyPlanner(Planner):
         state, preview = self._state, PoolPreview(self._state.pool)
         pools = state.pools(state.pool.num_free)
         aside = list(state.aside)
-        scored = self._scored([*aside, *state.running, *state.prompts], pools, now)
-        order = _victim_order(scored[len(aside) :])
+        holders = [*state.running, *state.prompts, *aside]
+        scores = self._scores(holders, pools, now)
+        order = _victim_order(scores, holders[: len(holders) - len(aside)])
         growing = state.running.growing
         num_spared = 0  # blocks that victims among the running ones do not need
         num_needed = self._num_needed(plan)
-        for score, victim in scored[: len(aside)]:
+        for score, victim in zip(scores[len(order) :], aside, strict=True):
             if num_needed > pools.num_free:
                 pools = self._give_up(plan, victim, score, pools, preview, now)
         while num_needed - num_spared * plan.decodes > pools.num_free and len(order) > 1:
@@ -137,10 +138,8 @@ class PolicyPlanner(Planner):
         plan.scores.append(_next_score(order))
         return num_needed - num_spared * plan.decodes <= pools.num_free
 
-    def _scored(
-        self, holders: Sequence[Request], pools: PoolState, now: float
-    ) -> list[tuple[float, Request]]:
-        """Holders with what the victim policy says of them.
+    def _scores(self, holders: Sequence[Request], pools: PoolState, now: float) -> list[float]:
+        """What the victim policy says of holders.
 
         Raises:
             ConfigError: that is not a number.
@@ -157,7 +156,7 @@ class PolicyPlanner(Planner):
                     raise ConfigError(
                         f"{called(policy)} scored {request!r} with {shown(one)}, which is not a number"
                     )
-        return list(zip(scores, holders, strict=True))
+        return scores
 
     def _give_up(
         self, plan: Plan, victim: Request, score: float, pools: PoolState, preview: PoolPreview, now: float
@@ -320,7 +319,7 @@ class PolicyPlanner(Planner):
         """A plan of the victims that give a queued request what it needs; None if they may not."""
         state, queued, num_needed = self._state, offer.request, offer.num_needed
         holders, found = [*state.running, *state.prompts], Plan()
-        order = _victim_order(self._scored(holders, state.pools(state.pool.num_free), now))
+        order = _victim_order(self._scores(holders, state.pools(state.pool.num_free), now), holders)
         pools, preview = state.pools(room.num_blocks), PoolPreview(state.pool)
         while order and not (pools.num_free >= num_needed and (found.victims or room.num_slots > 0)):
             score, _, victim = heapq.heappop(order)
@@ -374,11 +373,11 @@ def _watched(policy: SchedulerPolicy) -> SchedulerPolicy:
     return made
 
 
-def _victim_order(scored: Iterable[tuple[float, Request]]) -> list[_Rank]:
+def _victim_order(scores: Iterable[float], holders: Iterable[Request]) -> list[_Rank]:
     """A heap of holders, the first to lose its blocks first; protected ones last, by arrival."""
     order = [
         (math.inf if request.is_protected else score, -request.arrival_index, request)
-        for score, request in scored
+        for score, request in zip(scores, holders, strict=False)
     ]
     heapq.heapify(order)
     return order

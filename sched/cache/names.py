@@ -100,12 +100,14 @@ class NameIndex(Generic[Place]):
 
     def add(self, name: BlockName, place: Place) -> None:
         """Let a block be found."""
-        places = self.places.setdefault(name, [])
-        if not places:
+        if (places := self.places.get(name)) is not None:
+            places.append(place)
+            return
+        self.places[name] = [place]
+        self.num_added += 1
+        self._added.append(name)
+        if self._watched:
             self._num_found += name in self._watched
-            self.num_added += 1
-            self._added.append(name)
-        places.append(place)
 
     def remove(self, name: BlockName, place: Place) -> None:
         """Let a block not be found any more."""
