@@ -11,6 +11,7 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import ModelShape, check_integer, check_link, check_number
 from jaxllm.predictors.devices import DeviceSpec, device_spec
+from jaxllm.predictors.pipeline import num_prompt_parts, parts_decodes
 from jaxllm.predictors.silicon_kernels import Attention, Rows, Source, experts, product, reduction
 from jaxllm.predictors.silicon_tables import (
     DTYPES,
@@ -19,7 +20,6 @@ from jaxllm.predictors.silicon_tables import (
     SiliconTables,
     load_tables,
 )
-from jaxllm.types import num_micro_batches
 
 HOST_SECONDS = 0.165e-3
 """Of a vLLM server between two steps: scheduling, inputs, sampling, and the gap until kernels start. Fitted,
@@ -79,8 +79,9 @@ class SiliconCostModel:
     - All interpolation is linear in logarithms. Outside of a table a time grows with its work from the
       nearest measured point. `parts` says which is which.
     - A pipeline's step goes through all its stages, with all sequences together, and hops between: vLLM
-      plans whoever is not under way, and those who once came together stay so. With `micro_batches` a step
-      with prompts is in parts, of which stages compute several at the same time.
+      plans whoever is not under way, and those who once came together stay so. With `in_parts` it is in
+      parts, of which stages compute several at the same time. Those with decodes follow those of the step
+      before them; other steps begin with idle stages.
     - FP8 and int8 products read what one more kernel has quantised before, at the speed of memory.
     - Keys and values of int8 take decodes as long as fewer tokens of 16 bits that have as many bytes, and
       prompts as long as those.
@@ -93,8 +94,7 @@ class SiliconCostModel:
             takes the model's.
         kv: "bfloat16", "fp8" or "int8"; None takes the model's.
         tensor_parallel, pipeline_parallel: GPUs that share each layer, and stages.
-        micro_batches: steps with prompts go through stages as this project's do
-            (`jaxllm.types.num_micro_batches`), with rows up to a power of two.
+        in_parts: steps go through stages as this project's do (`jaxllm.predictors.pipeline`).
         host_seconds, layer_seconds, sync_seconds: assumed, see `HOST_SECONDS`, `LAYER_SECONDS` and
             `SYNC_SECONDS`.
         link: bytes per second between one GPU and pinned host memory; None takes the device's.
@@ -114,7 +114,7 @@ class SiliconCostModel:
         kv: str | None = None,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
-        micro_batches: bool = False,
+        in_parts: bool = False,
         host_seconds: float = HOST_SECONDS,
         layer_seconds: float = LAYER_SECONDS,
         sync_seconds: float = SYNC_SECONDS,
@@ -130,7 +130,7 @@ class SiliconCostModel:
         known = (*DTYPES[:2], "int8")
         self.kv = _dtype("kv" if kv else "kv_cache_dtype", kv or own_kv.partition("_")[0], known)
         self.tensor_parallel, self.pipeline_parallel = tensor_parallel, pipeline_parallel
-        self.micro_batches = micro_batches
+        self.in_parts = in_parts
         self.host_seconds, self.layer_seconds, self.sync_seconds = host_seconds, layer_seconds, sync_seconds
         self.link = self.device.copied_per_second if link is None else link
         self._check()
@@ -226,12 +226,11 @@ class SiliconCostModel:
             if not batch:
                 return 0.0
         decodes, mean = float(batch), context_tokens / (batch or 1) + 1
-        parts, share = self._micro_batches(batch, prompt_tokens)
+        count, share, num_heads = self._parts(batch, context_tokens, prompt_tokens)
         seconds = self.host_seconds
         seconds += (self.pipeline_parallel - 1) * HOP_SECONDS
-        for rows, weight in parts:
-            seconds += weight * self._of_layers.seconds(rows)
-        seconds += self._of_heads.seconds(decodes + num_prompts)
+        seconds += count * share * self._of_layers.seconds((batch + prompt_tokens) / count)
+        seconds += num_heads * self._of_heads.seconds((decodes + num_prompts) / num_heads)
         for attention, num_layers in self._attention:
             if batch:
                 seconds += share * num_layers * attention.decode(decodes, mean)
@@ -244,22 +243,20 @@ class SiliconCostModel:
                 seconds += share * num_layers * found
         return seconds
 
-    def _micro_batches(self, batch: int, prompt_tokens: int) -> tuple[list[tuple[float, float]], float]:
-        """What linear layers take of a step, and the share of attention's time.
+    def _parts(self, batch: int, context_tokens: int, prompt_tokens: int) -> tuple[int, float, int]:
+        """In how many parts a step is, which share of their time it takes, and in how many it is sampled.
 
-        The former is rows, and how often all stages together take so long for these: the first part goes
-        through all of them, and then each comes out of the last one behind that before it.
+        The first part goes through all stages, and then each comes out of the last one behind that before it.
+        Parts with decodes come behind those of the step before.
         """
-        rows, stages = batch + prompt_tokens, self.pipeline_parallel
-        if not self.micro_batches or not prompt_tokens or stages == 1:
-            return [(float(rows), 1.0)], 1.0
-        step = 1 << (int(rows) - 1).bit_length()
-        size = step // num_micro_batches(step, stages)
-        full, rest = divmod(rows, size)
-        if not full:
-            return [(float(rows), 1.0)], 1.0
-        parts = [(float(size), (stages - 1 + full) / stages), *([(float(rest), 1 / stages)] if rest else [])]
-        return parts, ((stages - 1) * size + rows) / (stages * rows)
+        stages = self.pipeline_parallel
+        if not self.in_parts or stages == 1:
+            return 1, 1.0, 1
+        count = num_prompt_parts(prompt_tokens, stages)
+        if not parts_decodes(self.model, stages, batch, context_tokens):
+            return count, (stages - 1 + count) / (stages * count), 1
+        count = max(count, stages)
+        return count, 1 / stages, count
 
     def parts(
         self,
@@ -278,13 +275,13 @@ class SiliconCostModel:
         parts = [Part("host", self.host_seconds, "assumed")]
         if self.pipeline_parallel > 1:
             parts.append(Part("pipeline", (self.pipeline_parallel - 1) * HOP_SECONDS, "assumed"))
-        batches, share = self._micro_batches(batch, prompts[0])
-        heads = [(float(batch + prompts[1]), 1.0)]
-        for kernels, work_of in ((self._layers, batches), (self._heads, heads)):
+        count, share, num_heads = self._parts(batch, context_tokens, prompts[0])
+        of_layers = (batch + prompts[0]) / count, count * share
+        of_heads = (batch + prompts[1]) / num_heads, float(num_heads)
+        for kernels, (rows, weight) in ((self._layers, of_layers), (self._heads, of_heads)):
             for kernel in kernels:
-                source = kernel.rows.source_at(work_of[0][0] * kernel.elements_per_row)
-                seconds = sum(weight * kernel.seconds(rows) for rows, weight in work_of)
-                parts.append(Part(kernel.name, seconds, self._said(source)))
+                source = kernel.rows.source_at(rows * kernel.elements_per_row)
+                parts.append(Part(kernel.name, weight * kernel.seconds(rows), self._said(source)))
         work = batch, context_tokens / (batch or 1) + 1
         for attention, num_layers in self._attention:
             if batch:

@@ -136,7 +136,7 @@ def find_costs(
     is_measured = device.name in MEASURED.keys() | ALIKE.keys() and model.itemsize == 2
     if is_measured and tensor_parallel <= _MOST_MEASURED:
         layout: Any = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
-        silicon = SiliconCostModel(model, device, block_size=block_size, micro_batches=True, **layout)
+        silicon = SiliconCostModel(model, device, block_size=block_size, in_parts=True, **layout)
         return _of_groups(silicon, prefill_context_parallel), f"measured kernels of {device.name}"
     source = f"roofline of {device.name}"
     if device_kind == "cpu":  # whose devices share its cores

@@ -21,6 +21,7 @@ from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.lookup_steps import Lookup
+from jaxllm.executor.parts import most_rows
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.predictors.base import ModelShape
@@ -120,7 +121,13 @@ def choose(config: EngineConfig, model: Model) -> Choices:
             f"max_num_batched_tokens (now {max_num_batched_tokens}) and prefill_buckets (now "
             f"{', '.join(map(str, buckets.sizes))}) that it divides"
         )
-    max_drafts = 0
+    max_drafts, stages = 0, model.placement.num_stages
+    if stages > 1:
+        drafts = config.speculative_config
+        most = most_rows(
+            max_num_batched_tokens, stages, max_num_seqs, drafts.num_speculative_tokens if drafts else 0
+        )
+        buckets = buckets.up_to(most)
     if config.speculative_config is not None:
         most = max_num_batched_tokens - max_num_seqs
         max_drafts = config.speculative_config.max_drafts(max_num_seqs, most, model.config.vocab_size)
@@ -186,7 +193,7 @@ def size(
     )
     memory.check_host_fits(num_host_blocks * host_bytes * config.data_parallel_size)
     num_writing_blocks = -(-num_host_blocks // _WRITING_SHARE) if has_files else 0
-    caches = config.enable_prefix_caching
+    caches, has_stages = config.enable_prefix_caching, model.placement.num_stages > 1
     scheduler = SchedulerConfig(
         num_gpu_blocks=num_blocks,
         block_size=config.block_size,
@@ -196,7 +203,7 @@ def size(
         max_prefill_seqs=chosen.buckets.max_prefill_seqs,
         num_host_blocks=num_host_blocks - num_writing_blocks,
         enable_prefix_caching=chosen.scheduling.policy.shares_prefixes if caches is None else caches,
-        program_sizes=() if chosen.has_native_products else chosen.buckets.sizes,
+        program_sizes=() if chosen.has_native_products or has_stages else chosen.buckets.sizes,
     )
     if has_files:
         _check_files(config, scheduler, has_weights=has_weights)
@@ -211,10 +218,11 @@ def size(
 
 def _temporary_bytes(config: EngineConfig, model: Model, chosen: Choices, bytes_per_block: int) -> int:
     """Device memory beside weights and pool."""
-    rows = -(-chosen.max_num_batched_tokens // model.placement.num_contexts)
+    most = chosen.buckets.sizes[-1]
+    rows = -(-most // model.placement.num_contexts)
     found = memory.temporary_bytes(model.own, rows, chosen.max_num_seqs + chosen.max_drafts, model.itemsize)
-    if rows < chosen.max_num_batched_tokens:  # what the last layer gives is gathered
-        found += 2 * chosen.max_num_batched_tokens * model.config.num_features * model.itemsize
+    if rows < most:  # what the last layer gives is gathered
+        found += 2 * most * model.config.num_features * model.itemsize
     found += memory.slot_bytes(chosen.max_model_len, config.block_size, chosen.max_num_seqs)
     if chosen.scheduling.policy.may_swap and config.num_host_blocks != 0:
         found += 2 * MAX_STAGED_BLOCKS * bytes_per_block

@@ -77,6 +77,11 @@ class Buckets:
         sizes = _sizes("prefill_buckets", prefill_sizes, max_num_batched_tokens, default)
         return cls(decode, sizes, max_num_seqs)
 
+    def up_to(self, num_rows: int) -> Buckets:
+        """Without sizes that no step with prompts of at most so many rows needs."""
+        least = min(size for size in self.sizes if size >= num_rows)
+        return dataclasses.replace(self, sizes=tuple(size for size in self.sizes if size <= least))
+
     @property
     def max_prefill_seqs(self) -> int:
         """Most prompt chunks of one step."""

@@ -18,14 +18,13 @@ from jaxllm.executor.fastest import FASTEST, fastest_of_each
 from jaxllm.executor.kv.agreement import AgreedFiles
 from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.executor.kv.swapper import BlockSwapper
+from jaxllm.executor.parts import Parts, SentPart, StepInParts
 from jaxllm.executor.pending import Apart, PendingStep
 from jaxllm.executor.placement import Placement
-from jaxllm.executor.programs import (
-    PackedStep,
-    ProgramKey,
-)
+from jaxllm.executor.programs import PackedStep, ProgramKey
 from jaxllm.executor.slot_params import Sampling
 from jaxllm.executor.slots import Slots, slot_of
+from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.executor.worker import Others, Worker
 from jaxllm.models.architecture import ModelConfig
@@ -40,6 +39,7 @@ from jaxllm.types import (
     Read,
     Request,
     SchedulerOutput,
+    StepResult,
     host_blocks_of,
     piece_sizes,
 )
@@ -70,6 +70,9 @@ class ModelExecutor(Worker):
         super().__init__(model_config, params, config, placement, programs, others)
         self._slots = Slots(config)
         self._apart = SamplingApart(config, programs, model_config.vocab_size)
+        self._parts: Parts | None = None
+        if placement.num_stages > 1:
+            self._parts = Parts(model_config, placement.num_stages, config.max_num_seqs)
         self._is_released = False
         self._files: AgreedFiles | None = None
         self._prompt_keys = {size: config.prompt_key(size) for size in config.buckets.sizes}
@@ -126,7 +129,7 @@ class ModelExecutor(Worker):
             self.drafter.warm_up()
 
     @under_jax_defaults
-    def execute(self, scheduled: SchedulerOutput) -> PendingStep:
+    def execute(self, scheduled: SchedulerOutput) -> StepResult:
         """Dispatch one step and return without waiting for the device.
 
         A program that is not compiled yet is waited for.
@@ -149,18 +152,51 @@ class ModelExecutor(Worker):
                 if chunk.start or skips:
                     num_tokens = request.num_known_tokens if skips else chunk.start
                     self._restore(request, num_tokens)
+        self._is_undisturbed = True
         common, rare = self._slots.take_changed()
         if common is not None:
             self.set_params(common, rare)
+        if self._parts is None:
+            return self._send(scheduled)
+        parts = [(self._begin(part), places) for part, places in self._parts.split(scheduled)]
+        return StepInParts(parts, len(scheduled.decode))
+
+    def _send(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Start a step."""
+        key, packed, rows, _ = self._prepare(scheduled)
+        outputs = self.run(key, packed, bool(rows))
+        return self._pending(scheduled, key, rows, outputs)
+
+    def _begin(self, scheduled: SchedulerOutput) -> SentPart:
+        """Start a step of several stages; it is sampled at once if rows are sampled apart from it."""
+        key, packed, rows, slots = self._prepare(scheduled)
+        part = SentPart(self.sample_begun)
+
+        def sampled(outputs: StepOutputs) -> None:
+            self._logits = outputs.logits if rows else None
+            part.pending = self._pending(scheduled, key, rows, outputs)
+
+        self.begin(key, packed, [*slots, *(slot_of(chunk.request) for chunk in scheduled.prefill)], sampled)
+        if rows:
+            self.sample_begun()
+        return part
+
+    def _prepare(self, scheduled: SchedulerOutput) -> tuple[ProgramKey, np.ndarray, list[int], list[int]]:
+        """A step's program and inputs, which of its rows are sampled apart, and the slots that it decodes."""
         slots = [slot_of(request) for request in scheduled.decode]
         key = self._key(scheduled, slots)
         packed, tables = self._slots.pack(key, scheduled, slots)
         for slot, table in tables:
             self.set_slot(slot, None, table)
         rows = self._rows_apart(scheduled, key.sampling)
-        self._is_undisturbed = self._programs.is_settled and self._programs.has(key)
+        self._is_undisturbed &= self._programs.is_settled and self._programs.has(key)
         self.program(key, self._following(scheduled, slots))  # before `run`: others would wait for it in vain
-        outputs = self.run(key, packed, bool(rows))
+        return key, packed, rows, slots
+
+    def _pending(
+        self, scheduled: SchedulerOutput, key: ProgramKey, rows: list[int], outputs: StepOutputs
+    ) -> PendingStep:
+        """What is read of a step, and sampled apart from it."""
         apart: Sequence[Apart] = ()
         if rows:
             apart = self._apart.sample(self, scheduled, rows, self._slots.sampling, len(outputs.logits))

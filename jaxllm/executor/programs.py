@@ -262,11 +262,6 @@ def _split(packed: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     return parts
 
 
-def rows_in_use(key: ProgramKey, max_num_seqs: int, block_size: int, packed: np.ndarray) -> int:
-    """Of a packed step with prompts how many rows it has, from the first on."""
-    return int(_split(packed, _layout(key, max_num_seqs, block_size)[0])["query_starts"][-1])
-
-
 def unpacked(
     key: ProgramKey, max_num_seqs: int, block_size: int, tables: jax.Array, packed: jax.Array
 ) -> tuple[jax.Array, DecodeInputs, PrefillInputs | None, dict[str, jax.Array]]:

@@ -147,7 +147,8 @@ class Slots:
             tokens += ids[: chunk.length]
             targets += ids[1:]
             targets += [0] * (len(tokens) - len(targets))
-            self._grow_table(slot, table, chunk.length // block_size + 1, growth)
+            needed = max(int(self._table_sizes[slot]), -(-stop // block_size))
+            self._grow_table(slot, table[:needed], chunk.length // block_size + 1, growth)
             if chunk.is_last:
                 row = first_row + len(tokens) - 1
                 sampled += [(row - j, slot, stop - j) for j in range(len(chunk.drafts), -1, -1)]

@@ -4,12 +4,12 @@
                             |  x, delta, inputs       ^  x, delta
     next stage              v     its layers          |
 
-Each part is a program of its own, compiled for its devices; between two the host moves what the layers give.
-The rows of a step with prompts go through in micro-batches (GPipe, Huang et al. 2019), each of which is a
-step of fewer rows: while a stage computes one, the next stage computes that before it.
+Each part is a program of its own, compiled for its devices; between two the host moves what layers give.
+What samples is sent to the first stage only once as many other steps have begun as there are stages beside
+it: until then it computes these (`executor.parts` says of whom).
 
-    first stage   0 1 2 3
-    next stage      0 1 2 3
+    first stage   0 1 (0) 2 (1) 3 (2)        of two stages, with what samples in parentheses
+    next stage      0 1     2     3
 
 The pool is one array, cut by layers, so that whoever copies blocks sees all of them.
 """
@@ -17,7 +17,7 @@ The pool is one array, cut by layers, so that whoever copies blocks sees all of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ from jaxllm.executor.programs import (
     PackedStep,
     ProgramKey,
     output_specs,
-    rows_in_use,
     state_shapes,
     unpacked,
 )
@@ -42,7 +41,6 @@ from jaxllm.models.architecture import CausalLM, ModelConfig
 from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.registry import Params, abstract_params, bind
 from jaxllm.sampling.logits_processors import LogitsProcessor
-from jaxllm.types import num_micro_batches
 
 
 class Stream(NamedTuple):
@@ -89,54 +87,64 @@ class LoweredStages(NamedTuple):
 
     placement: Placement
     names: list[list[str]]
-    num_batches: Callable[[np.ndarray], int]
     parts: list[jax.stages.Lowered]
 
     def compile(self) -> StagedProgram:
         """All of them."""
-        parts = [part.compile() for part in self.parts]
-        return StagedProgram(self.placement, self.names, self.num_batches, parts)
+        return StagedProgram(self.placement, self.names, [part.compile() for part in self.parts])
+
+
+class BegunStep(NamedTuple):
+    """A step that has gone through its layers, or will have, and is yet to be sampled."""
+
+    end: jax.stages.Compiled
+    weights: Params
+    slot_params: PackedSlotParams
+    rows: Rows
+    stream: Stream
+
+    def sample(self, state: EngineState) -> tuple[EngineState, StepOutputs]:
+        """Sample it; others may have begun since then, but none with a slot of its rows."""
+        history, outputs = self.end(self.weights, state.history, self.slot_params, self.rows, self.stream)
+        return state._replace(history=history), outputs
 
 
 class StagedProgram:
-    """A step's program in stages, which takes and gives what one of a single device does.
+    """A step's program in stages.
 
     Args:
         placement: of the stages.
         names: of the weights of each stage.
-        num_batches: in how many micro-batches, the first ones, the rows of a packed step are.
         parts: the program of inputs, that of each stage, and that which samples.
     """
 
     def __init__(
-        self,
-        placement: Placement,
-        names: list[list[str]],
-        num_batches: Callable[[np.ndarray], int],
-        parts: list[jax.stages.Compiled],
+        self, placement: Placement, names: list[list[str]], parts: list[jax.stages.Compiled]
     ) -> None:
-        self._stages, self._names, self._num_batches = placement.stages, names, num_batches
+        self._stages, self._names, self._parts = placement.stages, names, parts
         self._begin, *self._layers, self._end = parts
-        self._parts = parts
 
     def __call__(
         self, params: Params, state: EngineState, slot_params: PackedSlotParams, packed: np.ndarray
     ) -> tuple[EngineState, StepOutputs]:
         """As a compiled `programs.step_program`; the host waits for no stage."""
+        state, step = self.begin(params, state, slot_params, packed)
+        return step.sample(state)
+
+    def begin(
+        self, params: Params, state: EngineState, slot_params: PackedSlotParams, packed: np.ndarray
+    ) -> tuple[EngineState, BegunStep]:
+        """Send a step through the layers, but have nothing sampled."""
         weights = [{name: params[name] for name in names} for names in self._names]
-        pools, streams = self._split(state.pool), []
-        history, tables, rows, batches = self._begin({}, state.history, state.tables, slot_params, packed)
-        for batch in batches[: self._num_batches(packed)]:
-            stream = None
-            for place, stage in enumerate(self._stages):
-                given = batch, stream
-                given = given if place == 0 else jax.device_put(given, stage.sharding())
-                pools[place], stream = self._layers[place](weights[place], pools[place], *given)
-            streams.append(stream)
-        streams += streams[:1] * (len(batches) - len(streams))  # of padding, which nobody reads
-        streams = jax.device_put(streams, self._stages[0].sharding())
-        history, outputs = self._end(weights[0], history, slot_params, rows, streams)
-        return EngineState(self._joined(state.pool, pools), history, tables), outputs
+        pools, stream = self._split(state.pool), None
+        history, tables, rows = self._begin({}, state.history, state.tables, slot_params, packed)
+        for place, stage in enumerate(self._stages):
+            given = rows, stream
+            given = given if place == 0 else jax.device_put(given, stage.sharding())
+            pools[place], stream = self._layers[place](weights[place], pools[place], *given)
+        stream = jax.device_put(stream, self._stages[0].sharding())
+        state = EngineState(self._joined(state.pool, pools), history, tables)
+        return state, BegunStep(self._end, weights[0], slot_params, rows, stream)
 
     def memory_analysis(self) -> Any:
         """Bytes of all parts together, each on one of its devices."""
@@ -211,27 +219,19 @@ def lower_stages(
         return jax.eval_shape(jitted, *arguments)
 
     each, pool = ON_EACH, BY_KV_HEADS
-    count = num_micro_batches(key.rows, len(stages)) if key.max_chunks else 1
-    sizes: Any = {"max_num_seqs": max_num_seqs, "block_size": block_size, "num_batches": count}
-    begin = functools.partial(_begin, key=key, **sizes)
+    begin = functools.partial(_begin, key=key, max_num_seqs=max_num_seqs, block_size=block_size)
     given: tuple[Any, ...] = state.history, state.tables, slot_params, packed
-    *_, rows, batches = lower(0, begin, (each,) * 4, (each,) * 4, given, (1, 2), ())
+    *_, rows = lower(0, begin, (each,) * 4, (each,) * 3, given, (1, 2), ())
     stream = None
     for place, own_layers in enumerate(placement.layers(model_config)):
         run = functools.partial(_layers, layers=own_layers)
-        given = state.pool, batches[0], stream
+        given = state.pool, rows, stream
         _, stream = lower(place, run, (pool, each, each), (pool, each), given, (1,), names[place])
     end = functools.partial(_end, config=own, sampling=key.sampling, processors=processors)
-    given = state.history, slot_params, rows, [stream] * count
+    given = state.history, slot_params, rows, stream
     lower(0, end, (each,) * 4, (each, output_specs(stages[0], model_config)), given, (1,), names[0])
 
-    def num_batches(packed: np.ndarray) -> int:
-        if count == 1:
-            return 1
-        used = rows_in_use(key, max_num_seqs, block_size, packed)
-        return max(1, -(-used * count // key.rows))
-
-    return LoweredStages(placement, names, num_batches, lowered)
+    return LoweredStages(placement, names, lowered)
 
 
 def _bound(
@@ -260,43 +260,12 @@ def _begin(
     key: ProgramKey,
     max_num_seqs: int,
     block_size: int,
-    num_batches: int,
-) -> tuple[jax.Array, jax.Array, Rows, list[Rows]]:
-    """Unpack inputs; they come whole, and as micro-batches."""
+) -> tuple[jax.Array, jax.Array, Rows]:
+    """Unpack inputs."""
     tables, decode, prefill, _ = unpacked(key, max_num_seqs, block_size, tables, packed)
     places, tokens, history = rows_of(history, decode, prefill, block_size)
     positions = jnp.maximum(places.positions, 0) + slot_params.unpack().first_position[places.slots]
-    rows = Rows(decode, prefill, places, tokens, positions)
-    return history, tables, rows, micro_batches(rows, num_batches)
-
-
-def micro_batches(rows: Rows, count: int) -> list[Rows]:
-    """The rows of a step in so many equal parts, each of which is a step: what is sampled of it is not."""
-    if count == 1 or rows.prefill is None:
-        return [rows]
-    prefill, size = rows.prefill, len(rows.tokens) // count
-    num_decodes, ends = min(len(rows.decode.lengths), size), prefill.query_starts[1:]
-    found = []
-    for start in range(0, count * size, size):
-        part = slice(start, start + size)
-        decode = DecodeInputs(
-            *(_padded(array, count * size)[start : start + num_decodes] for array in rows.decode)
-        )
-        later = jnp.clip(ends - part.stop, 0, ends - prefill.query_starts[:-1])  # rows of each chunk
-        prompts = prefill._replace(
-            tokens=prefill.tokens[part],
-            targets=prefill.targets[part],
-            query_starts=jnp.clip(prefill.query_starts - start, 0, size),
-            lengths=prefill.lengths - later,
-        )
-        places = Places(*(array[part] for array in rows.places))
-        found.append(Rows(decode, prompts, places, rows.tokens[part], rows.positions[part]))
-    return found
-
-
-def _padded(array: jax.Array, length: int) -> jax.Array:
-    """With zeros behind, to a length: decodes of length 0 are none."""
-    return jnp.pad(array, [(0, max(0, length - len(array))), *[(0, 0)] * (array.ndim - 1)])
+    return history, tables, Rows(decode, prefill, places, tokens, positions)
 
 
 def _layers(
@@ -316,7 +285,7 @@ def _end(
     history: jax.Array,
     slot_params: PackedSlotParams,
     rows: Rows,
-    streams: list[Stream],
+    stream: Stream,
     *,
     config: ModelConfig,
     sampling: Sampling,
@@ -324,9 +293,6 @@ def _end(
 ) -> tuple[jax.Array, StepOutputs]:
     """Sample of what the last layer gives."""
     model, implementation = bound(params)
-    stream = (
-        streams[0] if len(streams) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *streams)
-    )
     attend = StageAttention(range(0), stream, None, rows, implementation)
     hidden = model(rows.tokens, rows.positions, attend)
     inputs = rows.places, rows.decode, rows.prefill

@@ -6,11 +6,12 @@ same in the same order: programs of all devices have to be started by every proc
 
 from __future__ import annotations
 
+import collections
 import functools
 import pathlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jaxllm.executor.programs import STATE_SPECS, CompiledProgram, EngineState, 
 from jaxllm.executor.sampler import SampledRows
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey
 from jaxllm.executor.slot_params import PackedSlotParams
+from jaxllm.executor.stages import BegunStep, StagedProgram
 from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, Key, Program, StepPrograms
 from jaxllm.models.architecture import ModelConfig
@@ -114,6 +116,14 @@ def operation(do: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate[_W,
     return ask
 
 
+class _Begun(NamedTuple):
+    """A step of several stages that is yet to be sampled, with its slots, and who is told."""
+
+    slots: frozenset[int]
+    step: BegunStep
+    then: Callable[[StepOutputs], object]
+
+
 class Worker:
     """Owns weights, KV pool and compiled programs. One thread owns it: every step donates the pool.
 
@@ -145,6 +155,7 @@ class Worker:
             *map(placement.stages[0].put, PackedSlotParams.host_zeros(config.max_num_seqs))
         )
         self._logits: jax.Array | None = None
+        self._begun: collections.deque[_Begun] = collections.deque()
         self.transfers: FileTransfers | None = None
         self.swapper: BlockSwapper | None = None
         if config.num_host_blocks:
@@ -252,10 +263,45 @@ class Worker:
     def run(self, key: ProgramKey, packed: np.ndarray, keeps_logits: bool) -> StepOutputs:
         """Start a step. `packed` is that of a `PackedStep`; its logits are kept for `sample_rows`, or not."""
         self._logits = None  # before there are others
+        self.sample_begun()
         self._state, outputs = self.program(key)(self._params, self._state, self._slot_params, packed)
         if keeps_logits:
             self._logits = outputs.logits
         return outputs
+
+    def begin(
+        self,
+        key: ProgramKey,
+        packed: np.ndarray,
+        slots: Collection[int],
+        then: Callable[[StepOutputs], object],
+    ) -> None:
+        """Start a step of several stages, whose rows are of `slots`. `then` is told what has been sampled.
+
+        It is once other stages have something to do: when as many steps more have begun as there are of
+        these, or one with some of its slots, or where a slot is written.
+        """
+        self.sample_begun(slots)
+        program = self.program(key)
+        assert isinstance(program, StagedProgram)
+        self._state, step = program.begin(self._params, self._state, self._slot_params, packed)
+        self._begun.append(_Begun(frozenset(slots), step, then))
+        while len(self._begun) >= self._placement.num_stages:
+            self._sample_first()
+
+    def sample_begun(self, slots: Collection[int] | None = None) -> None:
+        """Have steps sampled that have begun: all of them, or up to the last one with one of `slots`."""
+        count = len(self._begun)
+        if slots is not None:
+            while count and self._begun[count - 1].slots.isdisjoint(slots):
+                count -= 1
+        for _ in range(count):
+            self._sample_first()
+
+    def _sample_first(self) -> None:
+        _, step, then = self._begun.popleft()
+        self._state, outputs = step.sample(self._state)
+        then(outputs)
 
     @operation
     def sample_rows(
@@ -287,12 +333,14 @@ class Worker:
     def set_slot(self, slot: int, tokens: np.ndarray | None, table: np.ndarray) -> None:
         """Write a slot's tokens, if they are given, and its block table."""
         if tokens is not None:
+            self.sample_begun((slot,))
             self._state = self._state._replace(history=self._set_row(self._state.history, slot, tokens))
         self._state = self._state._replace(tables=self._set_row(self._state.tables, slot, table))
 
     @operation
     def set_tokens(self, places: np.ndarray) -> None:
         """Write tokens to histories: `places` [3, N] int32 are slots, places there, and the tokens."""
+        self.sample_begun(places[0].tolist())
         self._state = self._state._replace(history=self._set_tokens(self._state.history, places))
 
     # Copies
@@ -399,6 +447,7 @@ class Worker:
     @operation
     def set_weight(self, name: str, weight: Any) -> None:
         """Take another weight in place of one."""
+        self.sample_begun()
         self._params.pop(name, None)
         here = weight if isinstance(weight, jax.Array) else jax.device_put(weight, self._device)
         self._params[name] = self._placement.placed(self.model_config, self.config.formats, name, here)
@@ -406,6 +455,7 @@ class Worker:
     @operation
     def delete(self, weights: bool) -> None:
         """Give the memory of the pool back, and with `weights` theirs, once nothing is copied any more."""
+        self.sample_begun()
         self.settle()
         kept = () if self._state.layers is None else (self._state.layers,)
         for array in (self._state.pool, *kept, *(jax.tree.leaves(self._params) if weights else ())):
@@ -431,6 +481,7 @@ class Worker:
         """Do nothing any more."""
         self._programs.close()
         self._params, self.swapper, self._logits = {}, None, None
+        self._begun.clear()
         for name in ("_state", "_slot_params", "_set_row", "_set_tokens"):
             vars(self).pop(name, None)
 

@@ -16,7 +16,6 @@ from jaxllm.types.steps import (
     MULTI_STEP_SEQS,
     NO_COPIES,
     NO_TOKEN,
-    STAGED_ROWS,
     WRONG_DRAFT,
     CopyProgress,
     CopyTime,
@@ -26,7 +25,6 @@ from jaxllm.types.steps import (
     SchedulerOutput,
     Swap,
     TokenLogprobs,
-    num_micro_batches,
 )
 
 __all__ = [
@@ -36,7 +34,6 @@ __all__ = [
     "MULTI_STEP_SEQS",
     "NO_COPIES",
     "NO_TOKEN",
-    "STAGED_ROWS",
     "WRONG_DRAFT",
     "BlockName",
     "CopyProgress",
@@ -57,6 +54,5 @@ __all__ = [
     "Swap",
     "TokenLogprobs",
     "host_blocks_of",
-    "num_micro_batches",
     "piece_sizes",
 ]

@@ -21,23 +21,6 @@ NO_TOKEN, WRONG_DRAFT = -2, -3
 """What stands for a token where none was sampled, and where a draft was not kept."""
 
 
-STAGED_ROWS = 512
-"""Least rows of a micro-batch. One of fewer than half takes about as long, since it reads as many weights: an
-A100 or H100 multiplies 156 or 295 rows of 16 bits while it does (by their data sheets)."""
-
-
-def num_micro_batches(num_rows: int, num_stages: int) -> int:
-    """In how many parts a step with prompts goes through stages, so that these work at the same time.
-
-    A power of two, at most twice as many as stages: of M parts through P stages each stage idles for P - 1,
-    and more parts have less work for a device at a time. Parts have `STAGED_ROWS` at least.
-    """
-    count = 1
-    while 1 < num_stages >= count and num_rows % (2 * count) == 0 and num_rows >= 2 * count * STAGED_ROWS:
-        count *= 2
-    return count
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Tokens `[start, start + length)` of a request, to be computed in one step.

@@ -26,9 +26,10 @@ from test_forced_preemption import (  # noqa: F401
 from test_prefix_files import files_below, generate, keeping
 from variants import golden_checkpoint, golden_data
 
-from jaxllm import LLM, SamplingParams, types
+from jaxllm import LLM, SamplingParams
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
+from jaxllm.executor import parts as executor_parts
 from jaxllm.executor.placement import Placement
 from jaxllm.executor.step_programs import StepPrograms
 from jaxllm.loading.checkpoints import demo_model_path
@@ -36,6 +37,7 @@ from jaxllm.models.architecture import ARCHITECTURES
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.llama import LlamaForCausalLM
 from jaxllm.models.registry import PLAIN, abstract_params
+from jaxllm.predictors import pipeline
 
 GQA = golden_checkpoint("llama_gqa")
 STAGES = {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}
@@ -44,10 +46,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def micro_batches():
-    """As many as stages take at most, also in steps of few rows."""
+def parts():
+    """As many as stages take at most, also of few rows and of little context."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(types, "STAGED_ROWS", 3)
+        patch.setattr(pipeline, "STAGED_ROWS", 3)
+        patch.setattr(pipeline, "least_context", lambda model: 0)
+        patch.setattr(executor_parts, "_FEW_TOKENS", 2)
         yield
 
 

@@ -81,7 +81,7 @@ def layouts(
     for shared, stages in sorted(set(pairs), key=lambda pair: (pair[0] * pair[1], pair[1])):
         try:
             layout: Any = {"tensor_parallel": shared, "pipeline_parallel": stages}
-            costs = SiliconCostModel(shape, device, block_size=block_size, micro_batches=True, **layout)
+            costs = SiliconCostModel(shape, device, block_size=block_size, in_parts=True, **layout)
             count = num_blocks or pool_blocks(costs, utilization)
             found = tuple(speeds(costs, lengths, concurrencies, num_blocks=count, **options))
         except (CapacityError, ConfigError) as error:
