@@ -15,6 +15,7 @@ from test_forced_preemption import (  # noqa: F401
     PARAMS,
     SCRIPTS,
     alone,
+    answers_alone,
     answers_of,
     assert_no_copy_is_left,
     assert_same,
@@ -31,6 +32,7 @@ from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
 from jaxllm.executor import parts as executor_parts
 from jaxllm.executor.placement import Placement
+from jaxllm.executor.stages import BegunStep, StagedProgram
 from jaxllm.executor.step_programs import StepPrograms
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.architecture import ARCHITECTURES
@@ -38,6 +40,7 @@ from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.llama import LlamaForCausalLM
 from jaxllm.models.registry import PLAIN, abstract_params
 from jaxllm.predictors import pipeline
+from jaxllm.sched.policies import SchedulerPolicy
 
 GQA = golden_checkpoint("llama_gqa")
 STAGES = {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}
@@ -64,11 +67,14 @@ def variant(request):
     return llm, golden_data(request.param)
 
 
-@pytest.fixture(scope="module")
-def llm():
+@pytest.fixture(scope="module", params=[2, 4])
+def llm(request):
     with make_llm(
         demo_model_path(),
-        **STAGES,
+        pipeline_parallel_size=request.param,
+        tensor_parallel_size=1,
+        max_num_seqs=6,
+        decode_buckets=[3, 6],
         skip_tokenizer_init=False,
         num_host_blocks=NUM_HOST_BLOCKS,
         speculative_config={"num_speculative_tokens": 8},
@@ -147,6 +153,62 @@ def test_no_token_depends_on_the_schedule(
     for place, expected in enumerate(alone):
         assert_same(outputs[place], expected)
     assert_no_copy_is_left(engine, llm)
+
+
+SAMPLED_IN_STEPS = [
+    *(SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (5, 18, 9, 30)),
+    *(SamplingParams(temperature=0.9, seed=seed, max_tokens=20) for seed in range(3)),
+    SamplingParams(temperature=0, max_tokens=24, stop_token_ids=list(range(30, 90))),
+    SamplingParams(temperature=0, max_tokens=24, stop=["self", "return", "e"]),
+]
+"""Whose tokens nothing but steps samples, so that these are sampled late."""
+
+
+@pytest.fixture(scope="module")
+def plain_alone(llm):
+    return answers_alone(llm, SAMPLED_IN_STEPS)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    script=SCRIPTS,
+    mixes=st.booleans(),
+    num_host_blocks=st.sampled_from([0, 6, NUM_HOST_BLOCKS]),
+    async_scheduling=st.booleans(),
+    aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, len(SAMPLED_IN_STEPS) - 1)), max_size=2),
+)
+def test_no_token_is_sampled_too_late(
+    llm, plain_alone, script, mixes, num_host_blocks, async_scheduling, aborts
+):
+    """Of who is preempted, ends or comes into a slot while parts are yet to be sampled."""
+    policy = scripted([*script, 7], mixes)
+    engine = engine_of(llm, policy, num_host_blocks=num_host_blocks, async_scheduling=async_scheduling)
+    outputs = run(engine, aborts, SAMPLED_IN_STEPS)
+    for place, expected in enumerate(plain_alone):
+        assert_same(outputs[place], expected)
+    assert_no_copy_is_left(engine, llm)
+
+
+def test_a_part_is_sampled_once_the_next_ones_have_begun(llm, monkeypatch):
+    """So that all stages compute; also across iterations, and while prompts come."""
+    stages, under_way, depths = llm.config.pipeline_parallel_size, [], []
+    begin, sample = StagedProgram.begin, BegunStep.sample
+
+    def noted_begin(self, *args):
+        depths.append(len(under_way))
+        state, step = begin(self, *args)
+        under_way.append(step)
+        return state, step
+
+    def noted_sample(self, state):
+        assert under_way.pop(0) is self, "sampled out of turn"
+        return sample(self, state)
+
+    monkeypatch.setattr(StagedProgram, "begin", noted_begin)
+    monkeypatch.setattr(BegunStep, "sample", noted_sample)
+    run(engine_of(llm, SchedulerPolicy()), (), [GREEDY, *SAMPLED_IN_STEPS[:4] * 3])
+    assert depths.count(stages - 1) >= 0.6 * len(depths)
+    assert not under_way
 
 
 def test_files_are_those_of_one_device(tmp_path):

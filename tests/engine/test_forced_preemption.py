@@ -142,10 +142,10 @@ def engine_of(
     )
 
 
-def run(engine, aborts=()):
+def run(engine, aborts=(), params=PARAMS):
     """The outputs by place; `aborts` are pairs of a step and whom it ends; faults of policies pass."""
-    for place, params in enumerate(PARAMS):
-        engine.add_request(str(place), PROMPTS[place % len(PROMPTS)], params)
+    for place, one in enumerate(params):
+        engine.add_request(str(place), PROMPTS[place % len(PROMPTS)], one)
     outputs = {}
     num_steps = 0
     while engine.has_unfinished_requests:
@@ -160,7 +160,7 @@ def run(engine, aborts=()):
         outputs.update({int(output.request_id): output for output in finished})
         engine.scheduler.check()
         num_steps += 1
-    assert sorted(outputs) == list(range(len(PARAMS)))
+    assert sorted(outputs) == list(range(len(params)))
     config = engine.scheduler.config
     assert engine.scheduler.num_free_blocks == config.num_gpu_blocks
     assert engine.scheduler.num_free_host_blocks == config.num_host_blocks
@@ -201,14 +201,19 @@ def draft_model(llm, weights):
     return model
 
 
-@pytest.fixture(scope="module")
-def alone(llm):
+def answers_alone(llm, params):
     """The answers of each request when nobody else is there, a token an iteration."""
     engine, answers = engine_of(llm, SchedulerPolicy()), []
-    for place, params in enumerate(PARAMS):
-        engine.add_request(str(place), PROMPTS[place % len(PROMPTS)], params)
+    for place, one in enumerate(params):
+        engine.add_request(str(place), PROMPTS[place % len(PROMPTS)], one)
         while engine.has_unfinished_requests:
             answers += engine.step()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    answers = answers_alone(llm, PARAMS)
     assert sum(output.metrics.num_preemptions for output in answers) == 0
     assert {output.finish_reason for output in answers} == {"length", "stop"}
     return answers
