@@ -21,7 +21,11 @@ _OPTIONS: Mapping[str, tuple[type, str, str]] = {
         "of the cluster (default: RAY_ADDRESS, one that runs here, or a new one)",
     ),
     "num_workers": (int, "N", "engines (default: as many as there is room for)"),
-    "gpus_per_worker": (float, "F", "GPUs of an engine (default: 1, or 0 if there are none)"),
+    "gpus_per_worker": (
+        float,
+        "F",
+        "GPUs of an engine (default: of each device one, or 0 if there are none)",
+    ),
     "cpus_per_worker": (int, "N", "processors of an engine without a GPU (default: all of a node)"),
     "batch_size": (int, "N", "rows that are answered and repeated as one (default: 256)"),
 }

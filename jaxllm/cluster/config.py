@@ -22,7 +22,7 @@ class ClusterConfig:
         target_queued_tokens: Tokens yet to compute of each, for that; see `QueuedTokens`.
         policy: How requests are routed, one of {policy}. "prefix" is `PrefixAndLoad`.
         num_ingresses: Processes that read requests and route them, each with a router of its own.
-        gpus_per_replica: GPUs of an engine; by default 1 if the cluster has GPUs.
+        gpus_per_replica: GPUs of an engine; by default as many as it has devices, if the cluster has GPUs.
         cpus_per_replica: Processors of a replica that has no GPU, to which it is bound; by default its share.
         health_check_seconds: How often replicas are asked whether they are well.
         upscale_seconds: How long more replicas must be wanted.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.cluster.batch_engine import BatchSettings
 from jaxllm.cluster.parts import OutputFolder, PartFormat, Parts
 from jaxllm.cluster.paths import for_workers
-from jaxllm.cluster.pool import Pool
+from jaxllm.cluster.pool import Pool, num_devices
 from jaxllm.cluster.ray_extra import own_error, require_ray
 from jaxllm.cluster.shards import InputFile, Shard, check_columns, input_files, scan, shards_of
 from jaxllm.cluster.worker import RowWorker, ShardWorker, WorkerSettings
@@ -87,7 +87,7 @@ def generate(
         chat: take prompts as messages of a user.
         seed: a row without a seed is sampled with one made of this and its index, as in `jaxllm generate`.
         num_workers: engines; by default as many as the cluster has room for.
-        gpus_per_worker: by default 1 if the cluster has GPUs.
+        gpus_per_worker: by default as many as an engine has devices, if the cluster has GPUs.
         cpus_per_worker: processors of an engine that has no GPU, to which it is bound; by default all of a
             node.
         batch_size: rows that are answered and repeated as one.
@@ -114,7 +114,8 @@ def generate(
     settings = {"seed": seed, **for_workers(settings)}
     context = fingerprint_context(settings, chat)
     batch = BatchSettings(sampling_params, chat, seed, context, max_retries)
-    pool = Pool.of_cluster(ray, num_workers, gpus_per_worker, cpus_per_worker, batches_in_flight)
+    asked = num_workers, gpus_per_worker, cpus_per_worker, batches_in_flight
+    pool = Pool.of_cluster(ray, *asked, num_devices=num_devices(settings))
     worker = WorkerSettings(settings, batch, 0 if pool.gpus else pool.cpus)
     if isinstance(data, ray.data.Dataset) and output is None:
         return data.map_batches(

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import ConfigError
+
+_SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "data_parallel_size",
+)
+
+
+def num_devices(settings: Mapping[str, Any]) -> int:
+    """Of an engine of these settings of `LLM`; what is no number of devices engines refuse by name."""
+    sizes = [settings.get(name, 1) for name in _SIZES]
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +49,14 @@ class Pool:
         in_flight: int = 1,
         *,
         name: str = "worker",
+        num_devices: int = 1,
     ) -> Pool:
         """What was asked for of engines called `name`, and of the rest as much as the cluster has.
 
+        Each has `num_devices`, all of them on one node.
+
         Raises:
-            ConfigError: it has less, or what was asked for is nothing.
+            ConfigError: it has less, or what was asked for is nothing, or less than engines need.
         """
         asked = {f"num_{name}s": (size, 1), f"gpus_per_{name}": (gpus, 0), f"cpus_per_{name}": (cpus, 1)}
         for field, (value, least) in asked.items():
@@ -47,7 +64,12 @@ class Pool:
                 raise ConfigError(f"{field}={value} must be at least {least}; or leave it out")
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         all_gpus = sum(node.get("GPU", 0.0) for node in nodes)
-        gpus = float(bool(all_gpus)) if gpus is None else gpus
+        gpus = num_devices * float(bool(all_gpus)) if gpus is None else gpus
+        if 0 < gpus < num_devices != 1:
+            raise ConfigError(
+                f"gpus_per_{name}={gpus:g}, and an engine of these settings is on {num_devices} devices: "
+                "leave it out"
+            )
         with_cpus = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
         if not with_cpus:
             raise ConfigError("the Ray cluster has no processors to run on: give its nodes some (--num-cpus)")

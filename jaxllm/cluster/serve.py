@@ -19,7 +19,7 @@ from jaxllm.cluster.autoscaling import QueuedTokens
 from jaxllm.cluster.config import ClusterConfig
 from jaxllm.cluster.forwarding import ForwardedRequest, Message
 from jaxllm.cluster.paths import for_workers
-from jaxllm.cluster.pool import Pool
+from jaxllm.cluster.pool import Pool, num_devices
 from jaxllm.cluster.ray_extra import own_error, require_ray
 from jaxllm.cluster.replica import Replica
 from jaxllm.cluster.replica_app import EngineApp, ReplicaApp
@@ -177,7 +177,7 @@ class Apps:
 
 
 def engine_apps(ray: Any, settings: Mapping[str, Any], server: ServerConfig, cluster: ClusterConfig) -> Apps:
-    """jaxllm's own server, on a GPU or a slice of a node's processors.
+    """jaxllm's own server, on GPUs or a slice of a node's processors.
 
     Raises:
         ConfigError: the cluster has no room.
@@ -187,7 +187,8 @@ def engine_apps(ray: Any, settings: Mapping[str, Any], server: ServerConfig, clu
         nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
         cpus = max(1, sum(nodes) // (cluster.max_replicas or cluster.num_replicas))
         cpus = min([cpus, *(count for count in nodes if count)])
-    pool = Pool.of_cluster(ray, cluster.num_replicas, cluster.gpus_per_replica, cpus, name="replica")
+    asked = cluster.num_replicas, cluster.gpus_per_replica, cpus
+    pool = Pool.of_cluster(ray, *asked, name="replica", num_devices=num_devices(settings))
     make = functools.partial(EngineApp, for_workers(settings), server, 0 if pool.gpus else cpus)
     return Apps(make, pool.gpus, 1 if pool.gpus else cpus)
 

@@ -19,7 +19,7 @@ from jaxllm.cluster.attempts import Turns
 from jaxllm.cluster.batch_engine import BatchEngine, BatchSettings
 from jaxllm.cluster.cpu_slices import CpuSlice
 from jaxllm.cluster.parts import OutputFolder, Parts, read_parts
-from jaxllm.cluster.pool import Pool
+from jaxllm.cluster.pool import Pool, num_devices
 from jaxllm.cluster.shards import RawRow, Shard, input_files, read_shard, scan, shards_of
 from jaxllm.cluster.worker import ShardWorker
 from jaxllm.errors import ConfigError, EngineError
@@ -176,6 +176,38 @@ class Nodes:
 def test_no_workers_or_processors_at_all_are_refused(asked):
     with pytest.raises(ConfigError, match=r"_workers?=(0|-1|-1.0) must be at least"):
         Pool.of_cluster(Nodes, *asked, 1)
+
+
+class GpuNodes:
+    """A cluster of two nodes with eight and three GPUs."""
+
+    @staticmethod
+    def nodes():
+        return [{"Alive": True, "Resources": {"CPU": 16.0, "GPU": count}} for count in (8.0, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "count", "size"),
+    [
+        ({}, 1, 11),
+        ({"tensor_parallel_size": 4}, 4, 2),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}, 8, 1),
+        ({"prefill_context_parallel_size": 3}, 3, 3),
+    ],
+)
+def test_an_engine_has_as_many_gpus_as_devices_on_one_node(settings, count, size):
+    assert num_devices(settings) == count
+    pool = Pool.of_cluster(GpuNodes, None, None, None, num_devices=count)
+    assert (pool.gpus, pool.size) == (count, size)
+    with pytest.raises(ConfigError, match="do not fit the cluster"):
+        Pool.of_cluster(GpuNodes, size + 1, None, None, num_devices=count)
+
+
+def test_fewer_gpus_than_devices_are_refused():
+    with pytest.raises(ConfigError, match="an engine of these settings is on 4 devices: leave it out"):
+        Pool.of_cluster(GpuNodes, 1, 2.0, None, name="replica", num_devices=4)
+    assert Pool.of_cluster(GpuNodes, 2, 0.5, None).gpus == 0.5
+    assert Pool.of_cluster(Nodes, 1, None, None, num_devices=4).gpus == 0
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
