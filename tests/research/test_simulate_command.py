@@ -125,6 +125,19 @@ def test_it_is_the_low_level_simulation_of_what_is_named():
     assert set(run.figures) == set(FIGURES)
 
 
+def test_stages_hold_more_and_compute_at_the_same_time():
+    """Twice the memory; and decodes of long contexts take little more than half of the time."""
+    load = {"num_prompts": 128, "closed": 128, "input_len": 2048, "output_len": 64}
+    one, two = (
+        simulate(policy="vllm_v1", device="h100", model="llama-3-8b", pipeline_parallel=count, **load)
+        for count in (1, 2)
+    )
+    assert two.system.device == "2 x H100-SXM in 2 stages"
+    assert two.system.num_gpu_blocks > 2 * one.system.num_gpu_blocks
+    times = [found.figure("vllm_v1", "token_seconds").mean for found in (one, two)]
+    assert 0.5 * times[0] < times[1] < 0.8 * times[0]
+
+
 def test_a_config_json_is_a_shape():
     path = demo_model_path() / "config.json"
     shape = load_shape(path)
@@ -222,6 +235,7 @@ def test_a_profile_is_costs_and_names_its_model_and_device(tmp_path):
         ({"device": "a100"}, "device is part of what a profile measured"),
         ({"link": 1e9}, "link is part of what a profile measured"),
         ({"tensor_parallel": 2}, "tensor_parallel is part of"),
+        ({"pipeline_parallel": 2}, "pipeline_parallel is part of"),
         ({"model": "llama-3-8b"}, "the profile was measured with model.name"),
     ):
         with pytest.raises(JaxllmError, match=message):
@@ -419,6 +433,7 @@ def test_requests_that_do_not_fit():
         ({"seed": 3}, "no argument 'seed'"),
         ({"model": demo_model_path(), "max_model_len": 2000}, "exceeds the 1024 positions"),
         ({"costs": "roofline", "tensor_parallel": 2}, "tensor_parallel=2 is of costs='silicon'"),
+        ({"costs": "roofline", "pipeline_parallel": 2}, "pipeline_parallel=2 is of costs='silicon'"),
         ({"too_long": "cut"}, "choose from raise, clip, skip"),
         (
             {"too_long": "clip"},

@@ -87,6 +87,7 @@ def simulate(
     host_memory: float | str | None = None,
     link: float | None = None,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 8192,
@@ -103,8 +104,8 @@ def simulate(
     Args:
         trace: requests, or the file of them (`jaxllm.research.workloads.load_trace`); None draws them.
         model, device, costs, dtype, quantization, quantize_lm_head, kv_cache_dtype, block_size, gpu_blocks,
-            memory_utilization, host_blocks, host_memory, link, tensor_parallel: what they run on, see
-            `jaxllm.research.simulator.system.make_system`.
+            memory_utilization, host_blocks, host_memory, link, tensor_parallel, pipeline_parallel: what they
+            run on, see `jaxllm.research.simulator.system.make_system`.
         policy: one or several: names as `LLM(scheduler_policy=...)` takes them ("adaptive",
             "module:attribute"), with commas or as a sequence; policies, of which each run gets a copy;
             functions of the costs that make one; or these by names of one's own.
@@ -156,6 +157,7 @@ def simulate(
         host_memory=host_memory,
         link=link,
         tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
     )
     if not isinstance(prefix_caching, bool | None):
         raise ConfigError(f"prefix_caching={shown(prefix_caching)} must be True, False or None")

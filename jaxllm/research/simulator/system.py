@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def make_system(
     host_memory: float | str | None = None,
     link: float | None = None,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> System:
     """A model on a device.
 
@@ -100,6 +102,7 @@ def make_system(
             has.
         link: bytes per second between device and host that copies reach; None takes the device's.
         tensor_parallel: GPUs that share each layer; of "silicon".
+        pipeline_parallel: stages of layers, each on as many; of "silicon".
 
     Raises:
         ConfigError: a name is unknown, a value out of range, or two of them are at odds.
@@ -131,24 +134,23 @@ def make_system(
         shape, config, _ = read_model(DEFAULT_MODEL if model is None else model, dtype, formats)
         limit = None if config is None else config.default_max_model_len
     chosen = _device(device, profile)
+    layout = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
     if profile is not None:
-        asked = {
-            "device": device,
-            "link": link,
-            "tensor_parallel": tensor_parallel if tensor_parallel > 1 else None,
-        }
+        asked: dict[str, Any] = {"device": device, "link": link}
+        asked |= {name: count for name, count in layout.items() if count != 1}
         _check_profile(profile, shape, block_size, {name: value for name, value in asked.items() if value})
         found: tuple[CostModel, str] = profile.table, f"the profile {Path(os.fspath(costs)).name}"  # type: ignore[arg-type]
     else:
-        found = _costs(costs, shape, chosen, block_size, link, tensor_parallel)
+        found = _costs(costs, shape, chosen, block_size, link, layout)
     if gpu_blocks is None:
         gpu_blocks = _fitting(found[0], shape, chosen, block_size, memory_utilization)
     check_integer("gpu_blocks", gpu_blocks, 1, 2**31 - 1)
     block_bytes = _kv_bytes(found[0], shape) * block_size
-    name = "unknown" if chosen is None else chosen.name
+    name, gpus = "unknown" if chosen is None else chosen.name, tensor_parallel * pipeline_parallel
     return System(
         shape,
-        f"{tensor_parallel} x {name}" if tensor_parallel > 1 else name,
+        (f"{gpus} x {name}" if gpus > 1 else name)
+        + (f" in {pipeline_parallel} stages" if pipeline_parallel > 1 else ""),
         *found,
         block_size,
         gpu_blocks,
@@ -201,16 +203,16 @@ def _costs(
     device: DeviceSpec | None,
     block_size: int,
     link: float | None,
-    tensor_parallel: int,
+    layout: Mapping[str, int],
 ) -> tuple[CostModel, str]:
     assert device is not None  # only of profiles
     if costs == "silicon":
-        model = SiliconCostModel(
-            shape, device, block_size=block_size, link=link, tensor_parallel=tensor_parallel
-        )
+        sizes: dict[str, Any] = {"block_size": block_size, **layout}
+        model = SiliconCostModel(shape, device, link=link, in_parts=True, **sizes)
         return model, f"measured kernels ({model.tables.source})"
-    if tensor_parallel != 1:
-        raise ConfigError(f"tensor_parallel={tensor_parallel} is of costs='silicon'; leave it out")
+    for name, count in layout.items():
+        if count != 1:
+            raise ConfigError(f"{name}={count} is of costs='silicon'; leave it out")
     if costs == "roofline":
         if link is None:
             roofline = RooflineCostModel(shape, device, block_size=block_size)
