@@ -76,7 +76,9 @@ def leader(start, settings, then):
 def follower(start, settings, rank=1):
     texts = {name: ",".join(map(str, v)) if isinstance(v, list) else v for name, v in settings.items()}
     texts |= {name: json.dumps(value) for name, value in settings.items() if isinstance(value, dict)}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in texts.items()]
+    off = [name for name, value in settings.items() if value is False]
+    flags = [f"--{name.replace('_', '-')}={texts[name]}" for name in texts if name not in off]
+    flags += [f"--no-{name.replace('_', '-')}" for name in off]
     return start("-m", "jaxllm", "serve", *flags, "--node-rank", rank)
 
 
@@ -125,6 +127,27 @@ def blocks(folder):
 
 def drafting(method):
     return {"speculative_config": {"method": method, "num_speculative_tokens": 4, "policy": "fixed"}}
+
+
+def test_no_token_depends_on_what_hypothesis_schedules(started):
+    """Preemption, swaps, aborts and drafts of all kinds, in any order, of two processes."""
+    settings = two(
+        num_gpu_blocks_override=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=48,
+        decode_buckets=[4],
+        prefill_buckets=[48],
+        block_size=4,
+        max_model_len=112,
+        num_scheduler_steps=1,
+        enable_prefix_caching=False,
+        speculative_config={"num_speculative_tokens": 8},
+    )
+    follows = follower(started, settings)
+    found = results(started(HERE / "machine.py", json.dumps(settings), 12))
+    assert found["examples"] >= 12
+    assert found["preemptions"] > 0
+    assert follows.wait(SECONDS) == 0
 
 
 @pytest.mark.parametrize(
