@@ -1,15 +1,11 @@
 """What parts gain, measured with layers that wait."""
 
 import json
-import sys
-from pathlib import Path
 
+import bench_stages
 import pytest
 
 from jaxllm.executor.stages import StageAttention
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import bench_stages
 
 
 def test_both_ways_give_the_same_tokens(tmp_path, monkeypatch):
