@@ -223,6 +223,8 @@ def _temporary_bytes(config: EngineConfig, model: Model, chosen: Choices, bytes_
     found = memory.temporary_bytes(model.own, rows, chosen.max_num_seqs + chosen.max_drafts, model.itemsize)
     if rows < most:  # what the last layer gives is gathered
         found += 2 * most * model.config.num_features * model.itemsize
+    if model.placement.num_stages > 1:  # parts of two iterations, and their copies for the next stage
+        found += 8 * chosen.max_num_batched_tokens * model.config.num_features * model.itemsize
     found += memory.slot_bytes(chosen.max_model_len, config.block_size, chosen.max_num_seqs)
     if chosen.scheduling.policy.may_swap and config.num_host_blocks != 0:
         found += 2 * MAX_STAGED_BLOCKS * bytes_per_block

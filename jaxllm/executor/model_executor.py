@@ -170,13 +170,15 @@ class ModelExecutor(Worker):
     def _begin(self, scheduled: SchedulerOutput) -> SentPart:
         """Start a step of several stages; it is sampled at once if rows are sampled apart from it."""
         key, packed, rows, slots = self._prepare(scheduled)
-        part = SentPart(self.sample_begun)
+        part = SentPart(self.sample_first)
 
         def sampled(outputs: StepOutputs) -> None:
             self._logits = outputs.logits if rows else None
             part.pending = self._pending(scheduled, key, rows, outputs)
 
-        self.begin(key, packed, [*slots, *(slot_of(chunk.request) for chunk in scheduled.prefill)], sampled)
+        of_chunks = [(slot_of(chunk.request), chunk.is_last) for chunk in scheduled.prefill]
+        ending, others = [[slot for slot, is_last in of_chunks if is_last is kind] for kind in (True, False)]
+        self.begin(key, packed, [*slots, *ending], others, sampled)
         if rows:
             self.sample_begun()
         return part

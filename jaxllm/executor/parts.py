@@ -109,8 +109,8 @@ def _shared_out(
     place, room = 0, size - num_decodes[0]
     for chunk in chunks:
         rest = chunk
-        while place < count - 1 and rest.length > room:
-            if room > 0 and not rest.drafts:
+        while place < count - 1 and (room <= 0 or (rest.length > room and not rest.drafts)):
+            if room > 0:
                 stop = rest.start + room
                 found[place].append(dataclasses.replace(rest, length=room, is_last=False))
                 rest = dataclasses.replace(rest, start=stop, length=rest.length - room, is_first=False)
@@ -122,7 +122,7 @@ def _shared_out(
 
 
 class SentPart:
-    """A part that has begun; `finish` has it sampled, if it is not yet."""
+    """A part that has begun; `finish` has the first one sampled of those that have."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self.pending: PendingStep | None = None
@@ -130,9 +130,8 @@ class SentPart:
 
     def sampled(self) -> PendingStep:
         """It, sampled."""
-        if self.pending is None:
+        while self.pending is None:
             self._finish()
-        assert self.pending is not None
         return self.pending
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.errors import CapacityError
+from jaxllm.errors import CapacityError, EngineError
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.executor.kv.file_io import FileTransfers
@@ -117,7 +117,7 @@ def operation(do: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate[_W,
 
 
 class _Begun(NamedTuple):
-    """A step of several stages that is yet to be sampled, with its slots, and who is told."""
+    """A step of several stages that is yet to be sampled, with the slots of these rows, and who is told."""
 
     slots: frozenset[int]
     step: BegunStep
@@ -273,32 +273,41 @@ class Worker:
         self,
         key: ProgramKey,
         packed: np.ndarray,
-        slots: Collection[int],
+        sampled: Collection[int],
+        others: Collection[int],
         then: Callable[[StepOutputs], object],
     ) -> None:
-        """Start a step of several stages, whose rows are of `slots`. `then` is told what has been sampled.
+        """Start a step of several stages, which samples rows of some slots and computes rows of others.
 
-        It is once other stages have something to do: when as many steps more have begun as there are of
-        these, or one with some of its slots, or where a slot is written.
+        `then` is told what has been sampled. It is once other stages have something to do: when as many steps
+        more have begun as there are of these, or one with rows of a slot that is to be sampled, or where
+        such a slot is written.
         """
-        self.sample_begun(slots)
+        self.sample_begun({*sampled, *others})
         program = self.program(key)
         assert isinstance(program, StagedProgram)
         self._state, step = program.begin(self._params, self._state, self._slot_params, packed)
-        self._begun.append(_Begun(frozenset(slots), step, then))
+        self._begun.append(_Begun(frozenset(sampled), step, then))
         while len(self._begun) >= self._placement.num_stages:
-            self._sample_first()
+            self.sample_first()
 
     def sample_begun(self, slots: Collection[int] | None = None) -> None:
-        """Have steps sampled that have begun: all of them, or up to the last one with one of `slots`."""
+        """Have steps sampled that have begun: all of them, or up to the last one that samples of `slots`."""
         count = len(self._begun)
         if slots is not None:
             while count and self._begun[count - 1].slots.isdisjoint(slots):
                 count -= 1
         for _ in range(count):
-            self._sample_first()
+            self.sample_first()
 
-    def _sample_first(self) -> None:
+    def sample_first(self) -> None:
+        """Have the first step sampled that has begun.
+
+        Raises:
+            EngineError: there is none, since it was released.
+        """
+        if not self._begun:
+            raise EngineError("this executor was released before its last step was read; make a new LLM")
         _, step, then = self._begun.popleft()
         self._state, outputs = step.sample(self._state)
         then(outputs)

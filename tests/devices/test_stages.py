@@ -189,26 +189,41 @@ def test_no_token_is_sampled_too_late(
     assert_no_copy_is_left(engine, llm)
 
 
-def test_a_part_is_sampled_once_the_next_ones_have_begun(llm, monkeypatch):
-    """So that all stages compute; also across iterations, and while prompts come."""
-    stages, under_way, depths = llm.config.pipeline_parallel_size, [], []
+@pytest.fixture
+def depths(monkeypatch):
+    """How many parts are yet to be sampled when one begins."""
+    under_way, found = [], []
     begin, sample = StagedProgram.begin, BegunStep.sample
 
     def noted_begin(self, *args):
-        depths.append(len(under_way))
+        found.append(len(under_way))
         state, step = begin(self, *args)
         under_way.append(step)
         return state, step
 
     def noted_sample(self, state):
-        assert under_way.pop(0) is self, "sampled out of turn"
+        under_way.remove(self)
         return sample(self, state)
 
     monkeypatch.setattr(StagedProgram, "begin", noted_begin)
     monkeypatch.setattr(BegunStep, "sample", noted_sample)
-    run(engine_of(llm, SchedulerPolicy()), (), [GREEDY, *SAMPLED_IN_STEPS[:4] * 3])
-    assert depths.count(stages - 1) >= 0.6 * len(depths)
+    yield found
     assert not under_way
+
+
+def test_a_part_is_sampled_once_the_next_ones_have_begun(llm, depths):
+    """So that all stages compute; also across iterations, while others come and end."""
+    run(engine_of(llm, SchedulerPolicy()), (), [GREEDY, *SAMPLED_IN_STEPS[:4] * 3])
+    assert depths.count(llm.config.pipeline_parallel_size - 1) >= 0.6 * len(depths)
+
+
+def test_a_prompt_alone_is_in_all_stages_at_the_same_time(llm, depths):
+    """In as many parts as it may be, of one iteration after another."""
+    stages, engine = llm.config.pipeline_parallel_size, engine_of(llm, SchedulerPolicy())
+    engine.add_request("0", [5 + place for place in range(96)], SamplingParams(temperature=0, max_tokens=1))
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert depths == [*range(stages - 1), *[stages - 1] * (3 * stages + 1)]
 
 
 def test_files_are_those_of_one_device(tmp_path):

@@ -19,6 +19,8 @@ LLAMA_70B = model_shape("llama-3-70b", "bfloat16")
 MODEL = types.SimpleNamespace(vocab_size=8, hidden_size=8, num_layers=1, num_kv_heads=1, head_dim=1)
 MAX_NUM_SEQS = 64
 ENOUGH = 10**6
+MOST = 64
+"""Drafts of a request."""
 
 
 def holder(slot):
@@ -50,12 +52,12 @@ def test_parts_of_prompts_are_large(stages, rows):
     st.data(),
     st.integers(2, 5),
     st.integers(0, 24),
-    st.lists(st.tuples(st.integers(1, 9000), st.booleans()), max_size=5),
+    st.lists(st.tuples(st.integers(1, 9000), st.booleans()), max_size=24),
 )
 def test_each_row_is_in_one_part(data, stages, num_decodes, lengths):
     """Decodes once, each chunk's tokens in order, what is sampled last, and no part with too many rows."""
     chunks = [
-        (30 + place, min(length, 8) if drafts else length, min(length, 8) - 1 if drafts else 0)
+        (30 + place, min(length, MOST + 1) if drafts else length, min(length - 1, MOST) if drafts else 0)
         for place, (length, drafts) in enumerate(lengths)
     ]
     scheduled = iteration(range(num_decodes), chunks, data.draw(st.sampled_from([0, ENOUGH])))
@@ -68,7 +70,7 @@ def test_each_row_is_in_one_part(data, stages, num_decodes, lengths):
         assert part.decode or part.prefill
         rows = len(part.decode) + part.num_prefill_tokens
         total = num_decodes + scheduled.num_prefill_tokens
-        assert rows <= most_rows(total, stages, MAX_NUM_SEQS, 8)
+        assert rows <= most_rows(total, stages, num_decodes, MOST)
     pieces = [piece for part, _ in found for piece in part.prefill]
     assert [piece.request for piece in pieces if piece.is_last] == [
         chunk.request for chunk in scheduled.prefill if chunk.is_last
