@@ -156,16 +156,14 @@ class ModelExecutor(Worker):
         common, rare = self._slots.take_changed()
         if common is not None:
             self.set_params(common, rare)
-        if self._parts is None:
-            return self._send(scheduled)
-        parts = [(self._begin(part), places) for part, places in self._parts.split(scheduled)]
-        return StepInParts(parts, len(scheduled.decode))
-
-    def _send(self, scheduled: SchedulerOutput) -> PendingStep:
-        """Start a step."""
+        if self._parts is not None:
+            parts = [(self._begin(part), places) for part, places in self._parts.split(scheduled)]
+            return StepInParts(parts, len(scheduled.decode))
         key, packed, rows, _ = self._prepare(scheduled)
         outputs = self.run(key, packed, bool(rows))
-        return self._pending(scheduled, key, rows, outputs)
+        apart = self._sample_apart(scheduled, rows, outputs) if rows else ()
+        wait = None if self.others is None else self.others.wait
+        return PendingStep(scheduled, outputs, key.rows, apart, key.num_lookups + 1, wait)
 
     def _begin(self, scheduled: SchedulerOutput) -> SentPart:
         """Start a step of several stages; it is sampled at once if rows are sampled apart from it."""
@@ -174,7 +172,8 @@ class ModelExecutor(Worker):
 
         def sampled(outputs: StepOutputs) -> None:
             self._logits = outputs.logits if rows else None
-            part.pending = self._pending(scheduled, key, rows, outputs)
+            apart = self._sample_apart(scheduled, rows, outputs) if rows else ()
+            part.pending = PendingStep(scheduled, outputs, key.rows, apart)
 
         of_chunks = [(slot_of(chunk.request), chunk.is_last) for chunk in scheduled.prefill]
         ending, others = [[slot for slot, is_last in of_chunks if is_last is kind] for kind in (True, False)]
@@ -190,20 +189,19 @@ class ModelExecutor(Worker):
         packed, tables = self._slots.pack(key, scheduled, slots)
         for slot, table in tables:
             self.set_slot(slot, None, table)
-        rows = self._rows_apart(scheduled, key.sampling)
+        asked = self._slots.sampling[[slot_of(request) for request in scheduled.sampled]]
+        rows: list[int] = np.flatnonzero(asked & (Sampling.APART & ~key.sampling).value).tolist()
+        if rows and scheduled.num_decode_steps > 1:
+            raise EngineError("requests that are sampled apart were scheduled for several iterations")
         self._is_undisturbed &= self._programs.is_settled and self._programs.has(key)
         self.program(key, self._following(scheduled, slots))  # before `run`: others would wait for it in vain
         return key, packed, rows, slots
 
-    def _pending(
-        self, scheduled: SchedulerOutput, key: ProgramKey, rows: list[int], outputs: StepOutputs
-    ) -> PendingStep:
-        """What is read of a step, and sampled apart from it."""
-        apart: Sequence[Apart] = ()
-        if rows:
-            apart = self._apart.sample(self, scheduled, rows, self._slots.sampling, len(outputs.logits))
-        wait = None if self.others is None else self.others.wait
-        return PendingStep(scheduled, outputs, key.rows, apart, key.num_lookups + 1, wait)
+    def _sample_apart(
+        self, scheduled: SchedulerOutput, rows: list[int], outputs: StepOutputs
+    ) -> Sequence[Apart]:
+        """Sample rows of a step apart from it."""
+        return self._apart.sample(self, scheduled, rows, self._slots.sampling, len(outputs.logits))
 
     @under_jax_defaults
     def replace_weights(self, weights: Iterable[tuple[str, jax.Array]]) -> None:
@@ -446,14 +444,6 @@ class ModelExecutor(Worker):
     def wait_for_programs(self, seconds: float) -> None:
         """Wait until a program is compiled that a request may need, at most so long."""
         self._programs.wait_for_any(seconds)
-
-    def _rows_apart(self, scheduled: SchedulerOutput, in_step: Sampling) -> list[int]:
-        """Which rows of an iteration ask for more than its program does, `in_step`."""
-        asked = self._slots.sampling[[slot_of(request) for request in scheduled.sampled]]
-        rows: list[int] = np.flatnonzero(asked & (Sampling.APART & ~in_step).value).tolist()
-        if rows and scheduled.num_decode_steps > 1:
-            raise EngineError("requests that are sampled apart were scheduled for several iterations")
-        return rows
 
     def _swap(self, swapper: BlockSwapper, scheduled: SchedulerOutput) -> None:
         """Start the copies of one iteration; the device does them in order with its steps."""

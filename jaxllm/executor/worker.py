@@ -263,7 +263,8 @@ class Worker:
     def run(self, key: ProgramKey, packed: np.ndarray, keeps_logits: bool) -> StepOutputs:
         """Start a step. `packed` is that of a `PackedStep`; its logits are kept for `sample_rows`, or not."""
         self._logits = None  # before there are others
-        self.sample_begun()
+        if self._begun:
+            self.sample_begun()
         self._state, outputs = self.program(key)(self._params, self._state, self._slot_params, packed)
         if keeps_logits:
             self._logits = outputs.logits
