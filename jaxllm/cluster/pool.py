@@ -65,7 +65,7 @@ class Pool:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         all_gpus = sum(node.get("GPU", 0.0) for node in nodes)
         gpus = num_devices * float(bool(all_gpus)) if gpus is None else gpus
-        if 0 < gpus < num_devices != 1:
+        if num_devices > 1 and 0 < gpus < num_devices:
             raise ConfigError(
                 f"gpus_per_{name}={gpus:g}, and an engine of these settings is on {num_devices} devices: "
                 "leave it out"

@@ -11,13 +11,15 @@ import jax
 import numpy as np
 
 from jaxllm.errors import ConfigError, EngineError
-from jaxllm.executor.apart import FILTERED, SamplingApart
+from jaxllm.executor.apart import SamplingApart
+from jaxllm.executor.choice import ProgramChoice
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.drafter import Drafter
 from jaxllm.executor.fastest import FASTEST, fastest_of_each
 from jaxllm.executor.kv.agreement import AgreedFiles
 from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.executor.kv.swapper import BlockSwapper
+from jaxllm.executor.operations import Others
 from jaxllm.executor.parts import Parts, SentPart, StepInParts
 from jaxllm.executor.pending import Apart, PendingStep
 from jaxllm.executor.placement import Placement
@@ -26,7 +28,7 @@ from jaxllm.executor.slot_params import Sampling
 from jaxllm.executor.slots import Slots, slot_of
 from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, StepPrograms
-from jaxllm.executor.worker import Others, Worker
+from jaxllm.executor.worker import Worker
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.registry import Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults
@@ -43,9 +45,6 @@ from jaxllm.types import (
     host_blocks_of,
     piece_sizes,
 )
-
-_SEED_MULTIPLIER = 0x9E3779B97F4A7C15
-_MANY_ITERATIONS = 64  # after which a program is compiled that spares the others what was sampled apart
 
 
 class ModelExecutor(Worker):
@@ -75,8 +74,7 @@ class ModelExecutor(Worker):
             self._parts = Parts(model_config, placement.num_stages, config.max_num_seqs)
         self._is_released = False
         self._files: AgreedFiles | None = None
-        self._prompt_keys = {size: config.prompt_key(size) for size in config.buckets.sizes}
-        self._draft_keys = {size: config.draft_key(size) for size in config.buckets.sizes}
+        self._choice = ProgramChoice(config, programs, self._slots, self._apart)
         if config.implementation == FASTEST:
             pool, shapes, default = self._state.pool, programs.shapes, programs.default
             programs.chosen |= fastest_of_each(shapes, default, self._device, model_config, config, pool)
@@ -185,7 +183,7 @@ class ModelExecutor(Worker):
     def _prepare(self, scheduled: SchedulerOutput) -> tuple[ProgramKey, np.ndarray, list[int], list[int]]:
         """A step's program and inputs, which of its rows are sampled apart, and the slots that it decodes."""
         slots = [slot_of(request) for request in scheduled.decode]
-        key = self._key(scheduled, slots)
+        key = self._choice.key(scheduled, slots)
         packed, tables = self._slots.pack(key, scheduled, slots)
         for slot, table in tables:
             self.set_slot(slot, None, table)
@@ -194,7 +192,9 @@ class ModelExecutor(Worker):
         if rows and scheduled.num_decode_steps > 1:
             raise EngineError("requests that are sampled apart were scheduled for several iterations")
         self._is_undisturbed &= self._programs.is_settled and self._programs.has(key)
-        self.program(key, self._following(scheduled, slots))  # before `run`: others would wait for it in vain
+        self.program(
+            key, self._choice.following(scheduled, slots)
+        )  # before `run`: others would wait for it in vain
         return key, packed, rows, slots
 
     def _sample_apart(
@@ -359,60 +359,6 @@ class ModelExecutor(Worker):
     def _padding(self, key: ProgramKey) -> np.ndarray:
         """Inputs of a step that computes nothing."""
         return PackedStep(key, self.config.max_num_seqs, self.block_size).array
-
-    def _key(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> ProgramKey:
-        """The program of an iteration that decodes `slots`.
-
-        Raises:
-            EngineError: there is none.
-        """
-        buckets, prefill = self.config.buckets, scheduled.prefill
-        num_decodes, num_steps = len(scheduled.decode), scheduled.num_decode_steps
-        if prefill:
-            size = buckets.size(num_decodes, scheduled.num_prefill_tokens, len(prefill))
-            key = (self._draft_keys if scheduled.num_drafts else self._prompt_keys)[size]
-            key = key._replace(max_decode_steps=num_steps)
-        elif scheduled.lookups:
-            key = self.config.lookup_key(buckets.decode_size(num_decodes))
-        else:
-            key = ProgramKey(buckets.decode_size(num_decodes))
-            if num_steps > 1 or key not in self._programs.shapes:
-                key = key._replace(max_decode_steps=self.config.max_decode_steps)
-        if key not in self._programs.shapes or num_steps > key.max_decode_steps:
-            raise EngineError(f"no program computes a {key.name} with {num_steps} decode iterations")
-        key = key._replace(sampling=self._sampling(scheduled, slots))
-        if not prefill and self._only_filter(slots):
-            filtering = key._replace(sampling=FILTERED)
-            if num_steps > 1:
-                return self._programs.fitting(filtering)
-            if self._programs.has(filtering):
-                return filtering
-            self._apart.note_filtered(filtering)
-        return self._programs.fitting(key)
-
-    def _only_filter(self, slots: Sequence[int]) -> bool:
-        """Whether some rows filter, and none asks for more that is sampled apart."""
-        asked = int(np.bitwise_or.reduce(self._slots.sampling[slots]))
-        return asked & Sampling.APART.value == Sampling.FILTERED.value
-
-    def _sampling(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> Sampling:
-        """What the requests of an iteration ask of its program."""
-        found = int(np.bitwise_or.reduce(self._slots.sampling[slots])) & Sampling.RANDOM.value
-        for chunk in scheduled.prefill:
-            asked = int(self._slots.sampling[slot_of(chunk.request)])
-            # The random programs with prompts serve for greedy steps, too.
-            found |= asked & Sampling.RANDOM.value if chunk.drafts else asked | Sampling.RANDOM.value
-        return Sampling(found) & Sampling.IN_STEPS
-
-    def _following(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> tuple[ProgramKey, ...]:
-        """Programs that are likely to be needed after an iteration with prompts."""
-        if self._programs.is_settled or not scheduled.prefill:
-            return ()
-        all_slots = [*slots, *(slot_of(chunk.request) for chunk in scheduled.prefill)]
-        found = int(np.bitwise_or.reduce(self._slots.sampling[all_slots])) & Sampling.RANDOM.value
-        rows = self.config.buckets.decode_size(min(len(all_slots), self.config.max_num_seqs))
-        steps = 1, self.config.max_decode_steps
-        return tuple(ProgramKey(rows, 0, count, Sampling(found)) for count in steps)
 
     # What is sampled apart
 

@@ -1,10 +1,10 @@
 """An iteration in parts, each a step of its own, so that stages of layers compute several at the same time.
 
-    requests   0 2 4 | 1 3 5     each is decoded in the same part in each iteration
+    requests   0 2 4 | 1 3 5     each stays in its part, unless parts get uneven
     prompts    .... | ......     in parts of as many rows, wherever that cuts them
 
 A part may begin before the one before it is sampled, and that of the next iteration, too: tokens stay on the
-device. Only who was sampled in one of those that are not is waited for.
+device. Only whoever such a part samples is waited for.
 """
 
 from __future__ import annotations

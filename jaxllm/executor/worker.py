@@ -7,11 +7,10 @@ same in the same order: programs of all devices have to be started by every proc
 from __future__ import annotations
 
 import collections
-import functools
 import pathlib
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.executor.kv.file_io import FileTransfers
 from jaxllm.executor.kv.swapper import BlockSwapper
+from jaxllm.executor.operations import Others, operation
 from jaxllm.executor.placement import Placement
 from jaxllm.executor.programs import STATE_SPECS, CompiledProgram, EngineState, ProgramKey, state_shapes
 from jaxllm.executor.sampler import SampledRows
@@ -35,85 +35,6 @@ from jaxllm.models.registry import Params, abstract_params
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.types import MAX_PIECE_BLOCKS, BlockName, HostBlock, HostPiece, Read
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_W = TypeVar("_W", bound="Worker")
-OPERATIONS: dict[str, Callable[..., Any]] = {}
-"""What may be asked of a worker, by name."""
-
-
-class Others(Protocol):
-    """The other processes of an engine."""
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether one of them is gone."""
-        ...
-
-    def tell(self, name: str, arguments: Sequence[Any]) -> None:
-        """Have each of them do an operation, after those before it.
-
-        Raises:
-            EngineError: one of them is gone.
-        """
-        ...
-
-    def ask(self, name: str) -> dict[int, Any]:
-        """What each of them says of something, waited for, by rank.
-
-        Raises:
-            EngineError: one of them is gone.
-        """
-        ...
-
-    def news(self, seconds: float = 0.0) -> list[tuple[int, Any]]:
-        """Ranks, and what these have said of themselves since the last call; waited for at most so long.
-
-        Raises:
-            EngineError: one of them is gone.
-        """
-        ...
-
-    def end(self) -> None:
-        """Let them end: nothing is told any more."""
-        ...
-
-    def blame(self, error: BaseException) -> None:
-        """If one of them turns out to be gone, which is most likely the cause of an error, say so.
-
-        Raises:
-            EngineError: one is.
-        """
-        ...
-
-    def wait(self, arrays: Any) -> None:
-        """Wait until arrays are computed.
-
-        Raises:
-            EngineError: one of them is gone, so that they may never be.
-        """
-        ...
-
-
-def operation(do: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate[_W, _P], _R]:
-    """What all processes of an engine do when one is asked to; arguments go by their places."""
-    name = do.__name__
-
-    @functools.wraps(do)
-    def ask(self: _W, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        assert not kwargs
-        if self.others is None:
-            return do(self, *args, **kwargs)
-        self.others.tell(name, args)
-        try:
-            return do(self, *args, **kwargs)
-        except Exception as error:
-            self.others.blame(error)
-            raise
-
-    OPERATIONS[name] = do
-    return ask
 
 
 class _Begun(NamedTuple):

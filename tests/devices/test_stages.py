@@ -13,7 +13,8 @@ from test_engine_golden import (  # noqa: F401
 from test_forced_preemption import (  # noqa: F401
     NUM_HOST_BLOCKS,
     PARAMS,
-    SCRIPTS,
+    SCHEDULES,
+    aborts_of,
     alone,
     answers_alone,
     answers_of,
@@ -29,7 +30,7 @@ from variants import golden_checkpoint, golden_data
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.cli.main import main
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, EngineError
 from jaxllm.executor import parts as executor_parts
 from jaxllm.executor.placement import Placement
 from jaxllm.executor.stages import BegunStep, StagedProgram
@@ -124,11 +125,8 @@ def assert_each_device_has_its_part(llm):
 
 @settings(max_examples=12, deadline=None)
 @given(
-    script=SCRIPTS,
-    mixes=st.booleans(),
-    num_host_blocks=st.sampled_from([0, 6, NUM_HOST_BLOCKS]),
-    async_scheduling=st.booleans(),
-    aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, len(PARAMS) - 1)), max_size=2),
+    **SCHEDULES,
+    aborts=aborts_of(PARAMS),
     drafts=st.none() | st.lists(st.integers(0, 4095), min_size=2, max_size=20),
 )
 def test_no_token_depends_on_the_schedule(
@@ -171,11 +169,8 @@ def plain_alone(llm):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    script=SCRIPTS,
-    mixes=st.booleans(),
-    num_host_blocks=st.sampled_from([0, 6, NUM_HOST_BLOCKS]),
-    async_scheduling=st.booleans(),
-    aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, len(SAMPLED_IN_STEPS) - 1)), max_size=2),
+    **SCHEDULES,
+    aborts=aborts_of(SAMPLED_IN_STEPS),
 )
 def test_no_token_is_sampled_too_late(
     llm, plain_alone, script, mixes, num_host_blocks, async_scheduling, aborts
@@ -224,6 +219,24 @@ def test_a_prompt_alone_is_in_all_stages_at_the_same_time(llm, depths):
     while engine.has_unfinished_requests:
         engine.step()
     assert depths == [*range(stages - 1), *[stages - 1] * (3 * stages + 1)]
+
+
+def test_a_part_that_cannot_be_sampled_ends_the_engine(monkeypatch):
+    """Whenever that turns out, and whatever else has begun: nobody waits for the rest."""
+    sample, calls = BegunStep.sample, []
+
+    def failing(self, state):
+        calls.append(None)
+        if len(calls) == 7:
+            raise RuntimeError("the device is gone")
+        return sample(self, state)
+
+    with make_llm(GQA, **STAGES, warm_up="background") as llm:
+        monkeypatch.setattr(BegunStep, "sample", failing)
+        for _ in range(2):
+            with pytest.raises(EngineError):
+                llm.generate([[9 + i] * 20 for i in range(4)], GREEDY, use_tqdm=False)
+    assert len(calls) == 7
 
 
 def test_files_are_those_of_one_device(tmp_path):

@@ -255,16 +255,25 @@ def scripted(script, mixes):
 
 
 SCRIPTS = st.lists(st.integers(0, 59), min_size=5, max_size=40)
+SCHEDULES = {
+    "script": SCRIPTS,
+    "mixes": st.booleans(),
+    "num_host_blocks": st.sampled_from([0, 6, NUM_HOST_BLOCKS]),
+    "async_scheduling": st.booleans(),
+}
+"""What `engine_of` and `scripted` take."""
+
+
+def aborts_of(params):
+    """Pairs of a step and whom it ends."""
+    return st.lists(st.tuples(st.integers(0, 30), st.integers(0, len(params) - 1)), max_size=2)
 
 
 @settings(max_examples=24, deadline=None)
 @given(
-    script=SCRIPTS,
-    mixes=st.booleans(),
-    num_host_blocks=st.sampled_from([0, 6, NUM_HOST_BLOCKS]),
-    async_scheduling=st.booleans(),
+    **SCHEDULES,
     num_scheduler_steps=st.sampled_from([1, 4]),
-    aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, len(PARAMS) - 1)), max_size=2),
+    aborts=aborts_of(PARAMS),
     policy_fault=st.integers(0, 40),
     drafts=st.none() | st.just("model") | st.lists(st.integers(0, 4095), min_size=2, max_size=20),
     num_drafts=st.integers(0, MOST_DRAFTS),

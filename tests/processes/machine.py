@@ -12,9 +12,9 @@ sys.path[:0] = [str(TESTS), str(TESTS / "engine")]
 
 from engine_helpers import Knowing  # noqa: E402
 from test_forced_preemption import (  # noqa: E402
-    NUM_HOST_BLOCKS,
     PARAMS,
-    SCRIPTS,
+    SCHEDULES,
+    aborts_of,
     answers_alone,
     answers_of,
     assert_no_copy_is_left,
@@ -33,11 +33,8 @@ def main(sizes, num_examples):
 
     @settings(max_examples=num_examples, deadline=None, database=None)
     @given(
-        script=SCRIPTS,
-        mixes=st.booleans(),
-        num_host_blocks=st.sampled_from([0, 6, NUM_HOST_BLOCKS]),
-        async_scheduling=st.booleans(),
-        aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, len(PARAMS) - 1)), max_size=2),
+        **SCHEDULES,
+        aborts=aborts_of(PARAMS),
         drafts=st.none() | st.lists(st.integers(0, 4095), min_size=2, max_size=20),
     )
     def no_token_depends_on_the_schedule(script, mixes, num_host_blocks, async_scheduling, aborts, drafts):
