@@ -19,10 +19,9 @@ from jaxllm.engine.models import Model, placements, read_model
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.executor.kv.agreement import Reporter
 from jaxllm.executor.kv.file_digests import weights_fingerprint
-from jaxllm.executor.operations import OPERATIONS
 from jaxllm.executor.processes.links import Follower, Leader
 from jaxllm.executor.step_programs import Key, StepPrograms
-from jaxllm.executor.worker import Worker
+from jaxllm.executor.worker import OPERATIONS, Worker
 from jaxllm.loading import iter_params
 from jaxllm.models.registry import Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults

@@ -13,7 +13,7 @@ from jaxllm.executor.pending import Apart
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import SampledRows
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, first_size, kind_of, padded, row_sizes
-from jaxllm.executor.slot_params import Sampling
+from jaxllm.executor.slot_params import FILTERED, Sampling
 from jaxllm.executor.slots import slot_of
 from jaxllm.executor.step_programs import Key, StepPrograms, shape_of
 from jaxllm.executor.worker import Worker
@@ -21,7 +21,6 @@ from jaxllm.sampling.structured_outputs import mask_width
 from jaxllm.sampling.token_masks import fill_masks
 from jaxllm.types import MULTI_STEP_SEQS, PrefillChunk, Request, SchedulerOutput
 
-FILTERED = Sampling.RANDOM | Sampling.FILTERED
 _MANY_ITERATIONS = 64  # after which a program is compiled that spares the others what was sampled apart
 
 

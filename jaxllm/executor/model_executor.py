@@ -12,20 +12,19 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, EngineError
 from jaxllm.executor.apart import SamplingApart
-from jaxllm.executor.choice import ProgramChoice
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.drafter import Drafter
 from jaxllm.executor.fastest import FASTEST, fastest_of_each
 from jaxllm.executor.kv.agreement import AgreedFiles
 from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.executor.kv.swapper import BlockSwapper
-from jaxllm.executor.operations import Others
+from jaxllm.executor.others import Others
 from jaxllm.executor.parts import Parts, SentPart, StepInParts
 from jaxllm.executor.pending import Apart, PendingStep
 from jaxllm.executor.placement import Placement
 from jaxllm.executor.programs import PackedStep, ProgramKey
 from jaxllm.executor.slot_params import Sampling
-from jaxllm.executor.slots import Slots, slot_of
+from jaxllm.executor.slots import ProgramChoice, Slots, slot_of
 from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.executor.worker import Worker
@@ -74,7 +73,7 @@ class ModelExecutor(Worker):
             self._parts = Parts(model_config, placement.num_stages, config.max_num_seqs)
         self._is_released = False
         self._files: AgreedFiles | None = None
-        self._choice = ProgramChoice(config, programs, self._slots, self._apart)
+        self._choice = ProgramChoice(config, programs, self._slots, self._apart.note_filtered)
         if config.implementation == FASTEST:
             pool, shapes, default = self._state.pool, programs.shapes, programs.default
             programs.chosen |= fastest_of_each(shapes, default, self._device, model_config, config, pool)

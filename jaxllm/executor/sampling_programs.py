@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxllm.executor.sampler import SampledRows, sample
-from jaxllm.executor.slot_params import PackedSlotParams, Sampling
+from jaxllm.executor.slot_params import FILTERED, PackedSlotParams, Sampling
 from jaxllm.sampling.logits_processors import LogitsProcessor
 from jaxllm.sampling.structured_outputs import mask_width
 
@@ -61,8 +61,7 @@ def kind_of(sampling: Sampling) -> Sampling:
     """What a program can do that serves rows which ask for this."""
     if Sampling.ALL_LOGPROBS in sampling:
         return Sampling.COMPLETE | Sampling.ALL_LOGPROBS
-    filtered = Sampling.RANDOM | Sampling.FILTERED
-    return filtered if sampling in filtered else Sampling.COMPLETE
+    return FILTERED if sampling in FILTERED else Sampling.COMPLETE
 
 
 def rows_program(

@@ -67,6 +67,10 @@ class Sampling(enum.IntFlag):
         return found
 
 
+FILTERED = Sampling.RANDOM | Sampling.FILTERED
+"""Of programs that filter, and do nothing else that is sampled apart otherwise."""
+
+
 class SlotParams(NamedTuple):
     """Sampling parameters by slot, and where its tokens begin; the last row is padding's, and greedy.
 

@@ -17,7 +17,7 @@ The pool is one array, cut by layers, so that whoever copies blocks sees all of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -95,13 +95,18 @@ class LoweredStages(NamedTuple):
 
 
 class BegunStep(NamedTuple):
-    """A step that has gone through its layers, or will have, and is yet to be sampled."""
+    """A step that has gone through its layers, or will have, and is yet to be sampled.
+
+    `slots` are those of the rows that it samples, and `then` is to be told what these are.
+    """
 
     end: jax.stages.Compiled
     weights: Params
     slot_params: PackedSlotParams
     rows: Rows
     stream: Stream
+    slots: frozenset[int]
+    then: Callable[[StepOutputs], object]
 
     def sample(self, state: EngineState) -> tuple[EngineState, StepOutputs]:
         """Sample it; others may have begun since then, but none with a slot of its rows."""
@@ -128,13 +133,19 @@ class StagedProgram:
         self, params: Params, state: EngineState, slot_params: PackedSlotParams, packed: np.ndarray
     ) -> tuple[EngineState, StepOutputs]:
         """As a compiled `programs.step_program`; the host waits for no stage."""
-        state, step = self.begin(params, state, slot_params, packed)
+        state, step = self.begin(params, state, slot_params, packed, frozenset(), lambda outputs: None)
         return step.sample(state)
 
     def begin(
-        self, params: Params, state: EngineState, slot_params: PackedSlotParams, packed: np.ndarray
+        self,
+        params: Params,
+        state: EngineState,
+        slot_params: PackedSlotParams,
+        packed: np.ndarray,
+        slots: frozenset[int],
+        then: Callable[[StepOutputs], object],
     ) -> tuple[EngineState, BegunStep]:
-        """Send a step through the layers, but have nothing sampled."""
+        """Send a step through the layers, with nothing sampled; see `BegunStep` for `slots` and `then`."""
         weights = [{name: params[name] for name in names} for names in self._names]
         pools, stream = self._split(state.pool), None
         history, tables, rows = self._begin({}, state.history, state.tables, slot_params, packed)
@@ -144,7 +155,7 @@ class StagedProgram:
             pools[place], stream = self._layers[place](weights[place], pools[place], *given)
         stream = jax.device_put(stream, self._stages[0].sharding())
         state = EngineState(self._joined(state.pool, pools), history, tables)
-        return state, BegunStep(self._end, weights[0], slot_params, rows, stream)
+        return state, BegunStep(self._end, weights[0], slot_params, rows, stream, slots, then)
 
     def memory_analysis(self) -> Any:
         """Bytes of all parts together, each on one of its devices."""

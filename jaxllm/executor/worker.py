@@ -7,10 +7,11 @@ same in the same order: programs of all devices have to be started by every proc
 from __future__ import annotations
 
 import collections
+import functools
 import pathlib
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.executor.kv.file_io import FileTransfers
 from jaxllm.executor.kv.swapper import BlockSwapper
-from jaxllm.executor.operations import Others, operation
+from jaxllm.executor.others import Others
 from jaxllm.executor.placement import Placement
 from jaxllm.executor.programs import STATE_SPECS, CompiledProgram, EngineState, ProgramKey, state_shapes
 from jaxllm.executor.sampler import SampledRows
@@ -36,13 +37,31 @@ from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.types import MAX_PIECE_BLOCKS, BlockName, HostBlock, HostPiece, Read
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_W = TypeVar("_W", bound="Worker")
+OPERATIONS: dict[str, Callable[..., Any]] = {}
+"""What may be asked of a worker, by name."""
 
-class _Begun(NamedTuple):
-    """A step of several stages that is yet to be sampled, with the slots of these rows, and who is told."""
 
-    slots: frozenset[int]
-    step: BegunStep
-    then: Callable[[StepOutputs], object]
+def operation(do: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate[_W, _P], _R]:
+    """What all processes of an engine do when one is asked to; arguments go by their places."""
+    name = do.__name__
+
+    @functools.wraps(do)
+    def ask(self: _W, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        assert not kwargs
+        if self.others is None:
+            return do(self, *args, **kwargs)
+        self.others.tell(name, args)
+        try:
+            return do(self, *args, **kwargs)
+        except Exception as error:
+            self.others.blame(error)
+            raise
+
+    OPERATIONS[name] = do
+    return ask
 
 
 class Worker:
@@ -76,7 +95,7 @@ class Worker:
             *map(placement.stages[0].put, PackedSlotParams.host_zeros(config.max_num_seqs))
         )
         self._logits: jax.Array | None = None
-        self._begun: collections.deque[_Begun] = collections.deque()
+        self._begun: collections.deque[BegunStep] = collections.deque()
         self.transfers: FileTransfers | None = None
         self.swapper: BlockSwapper | None = None
         if config.num_host_blocks:
@@ -208,8 +227,9 @@ class Worker:
         self.sample_begun({*sampled, *others})
         program = self.program(key)
         assert isinstance(program, StagedProgram)
-        self._state, step = program.begin(self._params, self._state, self._slot_params, packed)
-        self._begun.append(_Begun(frozenset(sampled), step, then))
+        inputs = self._params, self._state, self._slot_params, packed
+        self._state, step = program.begin(*inputs, frozenset(sampled), then)
+        self._begun.append(step)
         while len(self._begun) >= self._placement.num_stages:
             self.sample_first()
 
@@ -230,9 +250,9 @@ class Worker:
         """
         if not self._begun:
             raise EngineError("this executor was released before its last step was read; make a new LLM")
-        _, step, then = self._begun.popleft()
+        step = self._begun.popleft()
         self._state, outputs = step.sample(self._state)
-        then(outputs)
+        step.then(outputs)
 
     @operation
     def sample_rows(

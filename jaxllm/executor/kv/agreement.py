@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxllm.errors import EngineError
 from jaxllm.executor.kv.file_io import FileTransfers
-from jaxllm.executor.operations import Others
+from jaxllm.executor.others import Others
 from jaxllm.sched.cache.names import BlockName
 from jaxllm.types import Read
 

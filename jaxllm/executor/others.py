@@ -1,16 +1,9 @@
-"""What one process asks of the others of an engine, by name, so that all do the same in the same order."""
+"""The other processes of an engine, as an executor sees them."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_W = TypeVar("_W", bound="Asked")
-OPERATIONS: dict[str, Callable[..., Any]] = {}
-"""What may be asked of a worker, by name."""
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 
 class Others(Protocol):
@@ -64,29 +57,3 @@ class Others(Protocol):
             EngineError: one of them is gone, so that they may never be.
         """
         ...
-
-
-class Asked(Protocol):
-    """Whose operations these are."""
-
-    others: Others | None
-
-
-def operation(do: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate[_W, _P], _R]:
-    """What all processes of an engine do when one is asked to; arguments go by their places."""
-    name = do.__name__
-
-    @functools.wraps(do)
-    def ask(self: _W, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        assert not kwargs
-        if self.others is None:
-            return do(self, *args, **kwargs)
-        self.others.tell(name, args)
-        try:
-            return do(self, *args, **kwargs)
-        except Exception as error:
-            self.others.blame(error)
-            raise
-
-    OPERATIONS[name] = do
-    return ask
