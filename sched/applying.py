@@ -24,7 +24,7 @@ class Iteration:
 
     _decode: tuple[Request, ...] = ()
     _num_steps, _num_context_tokens, _num_drafts = 1, 0, 0
-    _lookups: tuple[int, ...] = ()
+    _lookups: tuple[tuple[int, int, int], ...] = ()
 
     def __init__(self, state: SchedulerState, ledger: Ledger | None, step_id: int, now: float) -> None:
         """Nothing yet."""
@@ -265,15 +265,17 @@ class Iteration:
         """Schedule iterations that draft on the device, as many as there are blocks for; whether any are."""
         state, requests = self._state, self._state.running.requests
         for num_steps in range(plan.num_lookups, 0, -1):
-            most = num_steps * (plan.lookups[0] + 1)
-            stops = [(one, min(one.max_total_tokens, one.num_tokens + most)) for one in requests]
+            stops = [
+                (one, min(one.max_total_tokens, one.num_tokens + num_steps * (max(counts) + 1)))
+                for one, counts in zip(requests, plan.lookups, strict=True)
+            ]
             if sum([state.num_missing(one, stop - 1) for one, stop in stops]) <= state.pool.num_free:
                 break
         else:
             return False
         self._num_steps, self._decode = num_steps, tuple(requests)
         self._lookups = plan.lookups
-        self._num_drafts = num_steps * plan.lookups[0] * len(requests)
+        self._num_drafts = num_steps * sum(map(max, plan.lookups))
         self._num_context_tokens = state.running.num_tokens
         state.progress.num_iterations += num_steps
         for request, stop in stops:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxllm.errors import ConfigError, called
+from jaxllm.sched.acceptance import Acceptances, History
 from jaxllm.sched.ledger import Ledger, VerificationRecord
 from jaxllm.sched.plan import Plan
 from jaxllm.sched.policies import SchedulerPolicy, SchedulingPolicy
@@ -15,8 +16,6 @@ from jaxllm.sched.proposers import Proposer
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import Request, SchedulerOutput
 
-_FORGETS = 0.9
-_PRIOR_TRIALS = 2.0
 _RATE = 0.2
 _FORGETS_AFTER = 32
 """Refusals of drafts that would have had to be computed, after which what was learned of them counts less."""
@@ -27,38 +26,6 @@ _SURELY, _TRIED_STEPS = 0.5, 2
 Verified = list[tuple[int, int]]
 """Of a request, for each verification: how many drafts there were, and how many of them were right."""
 _Drafts = list[tuple[Request, Sequence[int]]]
-
-
-@dataclasses.dataclass(slots=True)
-class Acceptance:
-    """How many drafts were tried, each after those before it were right, and how many of these were right.
-
-    What was proposed and not verified counts, too, once the tokens are known: `proposed` from place `start`.
-    """
-
-    num_tried: float = 0.0
-    num_right: float = 0.0
-    start: int = 0
-    proposed: Sequence[int] = ()
-
-    def add(self, num_tried: int, num_right: int) -> None:
-        """Take drafts; what was before counts a tenth less."""
-        self.num_tried = self.num_tried * _FORGETS + num_tried
-        self.num_right = self.num_right * _FORGETS + num_right
-
-    def rate(self, prior: float) -> float:
-        """How likely the next one is right."""
-        return (self.num_right + prior * _PRIOR_TRIALS) / (self.num_tried + _PRIOR_TRIALS)
-
-    def compare(self, request: Request) -> tuple[int, int] | None:
-        """How many of what was proposed were tried by tokens that are known now, and right; None for none."""
-        known = request.token_ids(self.start, self.start + len(self.proposed))
-        if not known:
-            return None
-        pairs = zip(known, self.proposed, strict=False)
-        num_right = next((place for place, (one, other) in enumerate(pairs) if one != other), len(known))
-        self.proposed = ()
-        return min(num_right + 1, len(known)), num_right
 
 
 def _expected(rate: float, num_drafts: int) -> float:
@@ -108,8 +75,8 @@ class Speculation:
         self.proposer, self._clock = proposer, clock
         self.lookup_steps = 1
         self.counts = SpeculationCounts()
-        self._all = Acceptance()
-        self._histories: dict[str, Acceptance] = {}
+        self._all = Acceptances()
+        self._histories: dict[str, History] = {}
         self._ledger: Ledger | None = None
         self._num_fruitful = 0.0  # of each asking, by and by
         self._share = _FIRST_SHARE  # of requests for which something is proposed, by and by
@@ -139,8 +106,7 @@ class Speculation:
     def draft(self, plan: Plan, state: SchedulerState) -> None:
         """Add drafts of the running requests whose tokens are all known, within what a plan leaves.
 
-        Where the device can draft by itself it is only said how many. All get as many as who gets the most:
-        who is wrong tries fewer by itself, and who is never tried would never be known to be right.
+        Where the device can draft by itself it is only said how many, and how many after wrong ones.
         """
         if not plan.decodes:
             return
@@ -149,10 +115,23 @@ class Speculation:
         if not (looks_up and drafts):
             plan.drafts = drafts
             return
-        most = max([len(tokens) for _, tokens in drafts])
-        plan.lookups, plan.num_lookups = (most, self.policy.num_again(most)), self.lookup_steps
+        most = self._most_each(state)
+        plan.lookups = tuple([self._lookups(request, most) for request in state.running.requests])
+        plan.num_lookups = self.lookup_steps
         if self._share * self._expected_kept < _SURELY:
             plan.num_lookups = min(_TRIED_STEPS, self.lookup_steps)
+
+    def _lookups(self, request: Request, most: int) -> tuple[int, int, int]:
+        """How many drafts a request gets at first, after all were right, and after others."""
+        history, depth = self._histories[request.request_id], self.policy.depth
+        right, wrong = (depth(most, history.rate(self._all, was_right)) for was_right in (True, False))
+        return right if history.was_right else wrong, right, wrong
+
+    def _most_each(self, state: SchedulerState) -> int:
+        """Most drafts of a request where all may have as many."""
+        num_decodes = len(state.running)
+        num_free = min(self.max_drafts, state.config.max_num_batched_tokens - num_decodes)
+        return min(self.num_tokens, num_free // num_decodes)
 
     def _looks_up(self, plan: Plan, state: SchedulerState) -> bool:
         """Whether the device may draft by itself."""
@@ -176,7 +155,8 @@ class Speculation:
         if not is_computed:  # prompts are read, which takes its time, once
             self._proposals([(one, 1) for one in asked if one.request_id not in self._histories])
         began, is_there = self._clock(), True
-        limits = [(one, min(self.num_tokens, one.max_total_tokens - one.num_tokens - 1)) for one in asked]
+        most = self._most_each(state) if looks_up else self.num_tokens
+        limits = [(one, min(most, one.max_total_tokens - one.num_tokens - 1)) for one in asked]
         limits = [(request, count) for request, count in limits if count > 0]
         if is_computed:
             drafts = self._computed(limits, plan, state, gone, only_known=only_known)
@@ -187,7 +167,7 @@ class Speculation:
                 self._share += _RATE * (len(found) / len(limits) - self._share)
             if looks_up:  # what is not there yet may be soon
                 found = [(request, range(count)) for request, count in limits]
-            drafts = self._cut(found, plan, state, gone) if found else []
+            drafts = self._cut(found, plan, state, gone, looks_up=looks_up) if found else []
         self._expected_kept = sum([_expected(self._rate(request), len(tokens)) for request, tokens in drafts])
         if looks_up and drafts:
             self._expected_kept /= len(drafts)
@@ -221,17 +201,15 @@ class Speculation:
             self._num_refused += 1
             if found and self._num_refused % _FORGETS_AFTER == 0:  # else they would never be tried again
                 for history in (self._all, *self._histories.values()):
-                    history.add(0, 0)
+                    history.forget()
         return self._proposals([(one, len(places)) for one, places in wanted]) if only_known else wanted
 
     def _proposals(self, asked: Sequence[tuple[Request, int]]) -> _Drafts:
         """What is proposed of requests of which something is, as far as their grammars allow it."""
         self._has_read |= any(request.request_id not in self._histories for request, _ in asked)
         for request, _ in asked:
-            history = self._histories.setdefault(request.request_id, Acceptance())
-            if history.proposed and (compared := history.compare(request)) is not None:
-                history.add(*compared)
-                self._all.add(*compared)
+            history = self._histories.setdefault(request.request_id, History())
+            history.compare(request, self._all)
         found = []
         for (request, _), tokens in zip(asked, self.proposer.propose(asked) if asked else (), strict=True):
             mask = request.token_mask
@@ -244,18 +222,28 @@ class Speculation:
                 found.append((request, tokens))
         return found
 
-    def _cut(self, found: _Drafts, plan: Plan, state: SchedulerState, gone: set[Request]) -> _Drafts:
+    def _cut(
+        self, found: _Drafts, plan: Plan, state: SchedulerState, gone: set[Request], *, looks_up: bool = False
+    ) -> _Drafts:
         """What the policy lets be verified, of all requests less where there are too few rows."""
         others = *plan.chunks, *plan.starting, *[(request, length) for request, _, length in plan.resuming]
         num_decodes = len(state.running) - sum([victim in state.running for victim in gone])
         num_prompt_tokens = sum([length for _, length in others])
         num_free = min(self.max_drafts, state.config.max_num_batched_tokens - num_decodes - num_prompt_tokens)
-        rows = IterationRows(num_decodes, state.running.num_tokens, num_prompt_tokens, max(0, num_free))
+        rows = IterationRows(
+            num_decodes,
+            state.running.num_tokens,
+            num_prompt_tokens,
+            max(0, num_free),
+            looks_up,
+            self._share if looks_up else 1.0,
+        )
         rates = [self._rate(request) for request, _ in found]
         counts = self.policy.num_drafts([len(tokens) for _, tokens in found], rates, rows)
         drafts = [(request, tokens[:count]) for (request, tokens), count in zip(found, counts, strict=True)]
         most_chunks = state.config.max_prefill_seqs or state.config.max_num_seqs
-        drafts = [one for one in drafts if one[1]][: max(0, most_chunks - len(others))]
+        drafts = [one for one in drafts if one[1]]
+        drafts = drafts if looks_up else drafts[: max(0, most_chunks - len(others))]
         while rows.num_free < sum([len(tokens) for _, tokens in drafts]):
             longest = max(len(tokens) for _, tokens in drafts) - 1
             if not longest:
@@ -264,26 +252,22 @@ class Speculation:
         return drafts
 
     def _rate(self, request: Request) -> float:
-        history = self._histories.get(request.request_id)
-        prior = self._all.rate(0.5)
-        return prior if history is None else history.rate(prior)
+        """How likely the next draft of a request is right."""
+        history = self._histories.get(request.request_id) or History()
+        return history.rate(self._all, history.was_right)
 
     def verified(self, request: Request, verified: Verified) -> None:
         """Note what became of a request's drafts."""
         history = self._histories.get(request.request_id)
         if history is None:
-            history = Acceptance()
+            history = History()
             if not request.is_finished:
                 self._histories[request.request_id] = history
-        history.proposed, was_right = (), True
+        history.proposed = ()
         for num_drafted, num_kept in verified:
             if not num_drafted:
                 continue
-            if was_right:  # else there were fewer than are decided about
-                num_tried = min(num_drafted, num_kept + 1)
-                history.add(num_tried, num_kept)
-                self._all.add(num_tried, num_kept)
-            was_right = num_kept == num_drafted
+            history.add(num_drafted, num_kept, self._all)
             self.counts.num_verifications += 1
             self.counts.num_drafted += num_drafted
             self.counts.num_kept += num_kept
@@ -298,9 +282,9 @@ class Speculation:
         (began, before), sampled = self._previous, scheduled.sampled
         self._previous = now, sampled
         verified = [
-            (len(chunk.drafts), max(0, chunk.request.num_known_tokens - chunk.start - 2))
+            (len(chunk.drafts), chunk.request.num_known_tokens - chunk.start - 2)
             for chunk in scheduled.prefill
-            if chunk.drafts
+            if chunk.drafts and chunk.request.num_known_tokens > chunk.start + 1
         ]
         num_decodes, num_steps = len(scheduled.decode) + len(verified), scheduled.num_decode_steps
         num_parts = 1  # in which drafts were verified
@@ -316,6 +300,7 @@ class Speculation:
             -(-len(verified) // num_parts),
             -(-num_drafted // num_parts),
             max([count for count, _ in verified], default=0),
+            bool(looked_up),
         )
         follows = bool(sampled) and sampled[0] in before  # at once, as far as is known
         seconds = None

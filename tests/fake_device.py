@@ -80,7 +80,10 @@ class FakeDevice:
         num_steps = scheduled.num_decode_steps
         assert num_steps == 1 or not scheduled.prefill, "several iterations beside a prompt"
         if scheduled.lookups:
-            of_requests = [self._look_up(request, scheduled) for request in scheduled.decode]
+            of_requests = [
+                self._look_up(*one, scheduled)
+                for one in zip(scheduled.decode, scheduled.lookups, strict=True)
+            ]
             return [token for turn in zip(*of_requests, strict=True) for places in turn for token in places]
         for num_left in reversed(range(num_steps)):
             sampled += [self._decode(request, request.num_tokens - num_left) for request in scheduled.decode]
@@ -129,14 +132,14 @@ class FakeDevice:
         self._write(request, num_tokens - 2, [newest])
         return self._sample(request, num_tokens)
 
-    def _look_up(self, request, scheduled):
+    def _look_up(self, request, limits, scheduled):
         """What a request samples in iterations in which the device drafts, with as many places in each."""
-        most, again = scheduled.lookups
-        tokens, num_drafts, turns = request.token_ids(0, request.num_known_tokens), most, []
+        (num_drafts, most, again), width = limits, max(map(max, scheduled.lookups)) + 1
+        tokens, turns = request.token_ids(0, request.num_known_tokens), []
         for turn in range(scheduled.num_decode_steps):
             has_ended = tokens[-1] in request.end_token_ids and len(tokens) > request.num_prompt_tokens
             if has_ended or len(tokens) == request.num_tokens:
-                turns.append([NO_TOKEN] * (most + 1))
+                turns.append([NO_TOKEN] * width)
                 continue
             draw = hash((request.arrival_index, len(tokens), turn))
             count = min(num_drafts, request.num_tokens - len(tokens) - 1) if draw % 5 else 0
@@ -152,7 +155,7 @@ class FakeDevice:
                 if draft != token or token in request.end_token_ids:
                     break
             num_drafts = (most if len(kept) == count + 1 else again) if count else num_drafts
-            others = [WRONG_DRAFT] * (count + 1 - len(kept)) + [NO_TOKEN] * (most - count)
+            others = [WRONG_DRAFT] * (count + 1 - len(kept)) + [NO_TOKEN] * (width - 1 - count)
             turns.append([*kept, *others])
             tokens += kept
             self.slots[request.slot] = request, tokens[-1], len(tokens)

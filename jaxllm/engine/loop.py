@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxllm.engine.observer import StepObserver
@@ -88,7 +87,7 @@ class Loop:
         self._depth = 1 if async_scheduling else 0
         self._num_scheduler_steps = num_scheduler_steps
         self._speculation = scheduler.speculation
-        self._decode_seconds = math.inf
+        self._decode_seconds, self._num_timed = _SECONDS_AT_A_TIME, 0
         self._clock, self._observer = clock, observer
         self._last_read = 0.0
         self._last_ended: float | None = None  # None if that is not known
@@ -356,10 +355,9 @@ class Loop:
         for request, verified in zip(scheduled.decode if turns else (), turns, strict=True):
             self.scheduler.accept(request, verified)
         for chunk in scheduled.prefill:
-            request = chunk.request
-            if chunk.drafts and not request.is_finished:
-                num_tokens = request.num_known_tokens - chunk.start - 1
-                self.scheduler.accept(request, [(len(chunk.drafts), num_tokens - 1)])
+            num_tokens = chunk.request.num_known_tokens - chunk.start - 1
+            if chunk.drafts and num_tokens > 0:  # else it was aborted meanwhile
+                self.scheduler.accept(chunk.request, [(len(chunk.drafts), num_tokens - 1)])
 
     def _observe(self, step: _Dispatched, was_ready: bool, now: float) -> None:
         """Tell how long a step ran: exactly if it was waited for, and began when the last one ended.
@@ -377,9 +375,11 @@ class Loop:
         if self._observer is not None:
             with self.scheduler.faults:
                 self._observer.observe(scheduled, seconds, is_timed=is_timed)
-        if is_timed and scheduled.decode and not scheduled.prefill:
-            self._decode_seconds = min(_SECONDS_AT_A_TIME, self._decode_seconds)
-            self._decode_seconds += _RATE * (seconds / scheduled.num_decode_steps - self._decode_seconds)
+        if is_timed and all(chunk.drafts for chunk in scheduled.prefill):
+            self._num_timed += 1
+            step_seconds = min(seconds / scheduled.num_decode_steps, _SECONDS_AT_A_TIME)
+            rate = max(_RATE, 1 / self._num_timed)
+            self._decode_seconds += rate * (step_seconds - self._decode_seconds)
 
     def _commit_prompt_logprobs(self, scheduled: SchedulerOutput, sampled: SampledTokens) -> None:
         for chunk in scheduled.prefill:

@@ -92,7 +92,7 @@ def run_lookup_steps(
         config, params, state, slot_params: as of `step.run_decode_steps`.
         decode: the rows; `lengths` are their known tokens, and the block tables have blocks for `limits`.
         limits: [B] int32, how many tokens each may have at the end.
-        num_drafts: [2] int32, most drafts of each in an iteration: at first and after all were right, and
+        num_drafts: [B, 3] int32, most drafts of each in an iteration: at first, after all were right, and
             after others.
         num_steps: int32, iterations to compute.
         max_steps: the most there may be (static).
@@ -189,7 +189,7 @@ def run_lookup_steps(
         nothing = jnp.where(places < counts[:, None], WRONG_DRAFT, NO_TOKEN)
         collected = collected.at[turn].set(jnp.where(are_kept, sampled, nothing))
         lengths = lengths + kept
-        most = jnp.where(counts > 1, num_drafts[jnp.where(kept == counts, 0, 1)], most)
+        most = jnp.where(counts > 1, jnp.where(kept == counts, num_drafts[:, 1], num_drafts[:, 2]), most)
         is_live &= ~jnp.any(are_kept & are_ends, axis=1) & (lengths < limits)
         return _Carry(turn + 1, state, lengths, is_live, most, collected)
 
@@ -198,7 +198,7 @@ def run_lookup_steps(
         state,
         decode.lengths,
         (decode.lengths > 0) & (decode.lengths < limits),
-        jnp.broadcast_to(num_drafts[0], rows),
+        num_drafts[:, 0],
         jnp.full((max_steps, rows, width), NO_TOKEN, jnp.int32),
     )
     carry = lax.while_loop(lambda carry: (carry.turn < num_steps) & jnp.any(carry.is_live), body, carry)

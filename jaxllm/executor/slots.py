@@ -102,7 +102,7 @@ class Slots:
         lengths = [stop - num_steps for stop in stops]
         if scheduled.lookups:
             lengths = [request.num_known_tokens for request in decodes]
-            packed.limits[:count], packed.num_drafts[:] = stops, scheduled.lookups
+            packed.limits[:count], packed.num_drafts[:count] = stops, scheduled.lookups
             room = key.new_blocks(block_size)
         packed.decode_slots[:count], packed.decode_lengths[:count] = slots, lengths
         if self._config.max_drafts:  # of rejected ones there may be blocks that were given back

@@ -1,37 +1,36 @@
-"""Which of two ways of doing the same is faster, measured in turns."""
+"""Which of several ways of doing the same is fastest, measured in turns."""
 
 from __future__ import annotations
 
-import dataclasses
-
 _WINDOW, _TRIAL = 32.0, 8.0
-_RATE = 0.5
-_FIRST_PATIENCE, _MOST_PATIENCE = 8, 128
+_KEPT = 0.7
+_FIRST_PATIENCE, _MOST_PATIENCE = 16, 128
 _CLEAR = 1.2
 _TIE = 0.99
 
 
-@dataclasses.dataclass(slots=True)
 class Regime:
-    """With or without something: what was faster so far, and at times the other.
+    """One of several ways: what was fastest so far, and at times another.
 
-    Each is measured over windows of `_WINDOW` units of work. The other one is tried for `_TRIAL` of them
-    after some windows of the better one, and after twice as many each time that it was no better, four times
-    where that was clear. So little is lost, and a change of the load is noticed. With is what it begins with,
-    and what it does where there is no difference.
+    Each is measured over windows of `_WINDOW` units of work. Another one is tried for `_TRIAL` of them after
+    some windows of the best, and after twice as many each time that it was no better, four times where that
+    was clear. So little is lost, and a change of the load is noticed.
+
+    Args:
+        num_ways: of how many. Each is tried once, in order; the last is taken to be the best so far.
 
     Attributes:
-        is_with: what to do now.
+        way: which one to take now.
     """
 
-    is_with: bool = True
-    _is_better_with: bool = True
-    _speeds: list[float | None] = dataclasses.field(default_factory=lambda: [None, None])
-    _done: float = 0.0
-    _seconds: float = 0.0
-    _skips: bool = True
-    _patience: int = _FIRST_PATIENCE
-    _num_left: int = _FIRST_PATIENCE
+    def __init__(self, num_ways: int) -> None:
+        """Nothing was measured."""
+        self.way, self._best = 0, num_ways - 1
+        self._totals = [(0.0, 0.0)] * num_ways  # work and seconds, what was before counts less
+        self._patience = [_FIRST_PATIENCE] * num_ways
+        self._num_left = [_FIRST_PATIENCE] * num_ways  # windows of the best, until each is tried again
+        self._done = self._seconds = 0.0
+        self._skips = True
 
     def observe(self, work: float, seconds: float) -> None:
         """Take so much work, done in the present way; the first after a change may have been begun before."""
@@ -40,28 +39,39 @@ class Regime:
             return
         self._done += work
         self._seconds += seconds
-        is_trial = self.is_with != self._is_better_with
-        if self._done < (_TRIAL if is_trial else _WINDOW):
+        if not self._suffices():
             return
-        speed, before = self._done / self._seconds, self._speeds[self.is_with]
-        self._speeds[self.is_with] = speed if before is None else before + _RATE * (speed - before)
+        speed, (done, seconds) = self._done / self._seconds, self._totals[self.way]
+        self._totals[self.way] = _KEPT * done + self._done, _KEPT * seconds + self._seconds
         self._done = self._seconds = 0.0
-        is_with = self._next(is_trial)
-        self._skips, self.is_with = is_with != self.is_with, is_with
+        way = self._next(speed)
+        self._skips, self.way = way != self.way, way
 
-    def _next(self, is_trial: bool) -> bool:
-        """What to do in the next window."""
-        without, with_it = self._speeds
-        if without is None or with_it is None:
-            return without is not None
-        is_better = with_it >= _TIE * without
-        if is_better != self._is_better_with:
-            self._is_better_with, self._patience = is_better, _FIRST_PATIENCE
-        elif is_trial:
-            is_clear = max(without, with_it) > _CLEAR * min(without, with_it)
-            self._patience = min((4 if is_clear else 2) * self._patience, _MOST_PATIENCE)
+    def _suffices(self) -> bool:
+        """Whether a window is at its end, or a trial: that of a slow way once the best had done twice as much."""
+        if self.way == self._best:
+            return self._done >= _WINDOW
+        done, seconds = self._totals[self._best]
+        return self._done >= _TRIAL or 0.0 < 2 * _TRIAL * seconds <= self._seconds * done
+
+    def _next(self, newest: float) -> int:
+        """What to do in the next window, after one of this speed."""
+        for way, (done, _) in enumerate(self._totals):
+            if not done:
+                return way
+        speeds = [done / seconds for done, seconds in self._totals]
+        speeds[0] *= _TIE
+        best = speeds.index(max(speeds))
+        if best != self._best:
+            self._best, self._patience = best, [_FIRST_PATIENCE] * len(speeds)
+            self._num_left = list(self._patience)
+        elif self.way != best:
+            longer = 4 if speeds[best] > _CLEAR * speeds[self.way] else 2
+            patience = min(longer * self._patience[self.way], _MOST_PATIENCE)
+            self._patience[self.way] = patience if newest < speeds[best] else 1
+            self._num_left[self.way] = self._patience[self.way]
         else:
-            self._num_left -= 1
-            return is_better if self._num_left else not is_better
-        self._num_left = self._patience
-        return is_better
+            self._num_left = [left - 1 for left in self._num_left]
+            others = [way for way in range(len(speeds)) if way != best and self._num_left[way] <= 0]
+            return min(others, key=self._num_left.__getitem__, default=best)
+        return best

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxllm.predictors.base import CostModel
+from jaxllm.sched.policies.correction import Correction
 from jaxllm.sched.policies.regimes import Regime
 
 
@@ -16,30 +17,36 @@ class IterationRows:
     """An iteration as it is without drafts.
 
     `num_decodes` requests decode, with `num_context_tokens` tokens together, beside `num_prompt_tokens` of
-    others; `num_free` rows are left for drafts.
+    others; `num_free` rows are left for drafts. With `looks_up` it is one of several in which the device
+    drafts by itself, and finds something for this `share` of the requests.
     """
 
     num_decodes: int
     num_context_tokens: int
     num_prompt_tokens: int
     num_free: int
+    looks_up: bool = False
+    share: float = 1.0
 
 
 class VerifyingWork(NamedTuple):
     """An iteration: how many requests decode, how many of these verify, and how many drafts together.
 
-    `depth` is the most drafts of one of them: so many times a draft model runs.
+    `depth` is the most drafts of one of them: so many times a draft model runs. With `looks_up` the device
+    drafts by itself, and all are means of several iterations.
     """
 
     num_decodes: int
     num_verified: int = 0
     num_drafts: int = 0
     depth: int = 0
+    looks_up: bool = False
 
     @property
-    def kind(self) -> tuple[bool, int]:
-        """Whether it verifies, and its rows, four sizes to an octave."""
-        return self.num_drafts > 0, round(4 * math.log2(self.num_decodes + self.num_drafts))
+    def kind(self) -> tuple[str, int]:
+        """Whether it verifies, and who drafts, and its rows, four sizes to an octave."""
+        way = ("looking up" if self.looks_up else "verifying") if self.num_drafts else "plain"
+        return way, round(4 * math.log2(self.num_decodes + self.num_drafts))
 
 
 class SpeculationPolicy(Protocol):
@@ -68,8 +75,8 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
-    def num_again(self, num_drafts: int) -> int:
-        """How many drafts a request has that had so many and was wrong, where nobody decides in between."""
+    def depth(self, most: int, acceptance: float) -> int:
+        """How many drafts are verified that turn up where nobody decides, each right so likely."""
         ...
 
     def asked(self, seconds: float, *, is_fruitful: bool) -> None:
@@ -89,7 +96,6 @@ class SpeculationPolicy(Protocol):
 
 
 _WORTH_LOOKING_UP = 0.25
-_AGAIN = 2
 
 
 class AsProposed:
@@ -109,9 +115,9 @@ class AsProposed:
         """Where some are verified, or are likely to be soon."""
         return are_there or num_right >= _WORTH_LOOKING_UP
 
-    def num_again(self, num_drafts: int) -> int:
-        """As many."""
-        return num_drafts
+    def depth(self, most: int, acceptance: float) -> int:
+        """As many as there may be."""
+        return most
 
     def asked(self, seconds: float, *, is_fruitful: bool) -> None:
         """Of no interest."""
@@ -129,7 +135,7 @@ class BelowBatch:
 
     def __init__(self, limit: int, policy: SpeculationPolicy) -> None:
         self._limit, self._policy = limit, policy
-        self.num_drafts, self.num_again, self.asked = policy.num_drafts, policy.num_again, policy.asked
+        self.num_drafts, self.depth, self.asked = policy.num_drafts, policy.depth, policy.asked
         self.is_worth_looking_up = policy.is_worth_looking_up
         self.observe, self.predicted = policy.observe, policy.predicted
 
@@ -139,6 +145,7 @@ class BelowBatch:
 
 
 _ROWS = 32.0
+_NONE, _ALL, _BY_COST = range(3)
 _LEAST_SHARE = 0.1  # of an iteration that is not for drafting, whatever that is said to take
 
 
@@ -156,8 +163,9 @@ class ByCost:
     while nothing comes of it, it may take `share` of the time. Of a proposer that computes its drafts that is
     part of what an iteration with so many takes.
 
-    Host and device work in turns while tokens are drafted, and side by side otherwise. No sum of parts tells
-    what that is worth: for each size of batch tokens a second are measured with and without them (`Regime`).
+    Host and device work in turns while tokens are drafted, and side by side otherwise, and drafts are right
+    for long and wrong for long. No sum of parts tells what that is worth: for each size of batch tokens a
+    second are measured without drafts, with all of them, and with as many as seem best (`Regime`).
 
     Args:
         costs: predicts seconds of iterations.
@@ -166,7 +174,6 @@ class ByCost:
         drafting: seconds that drafting takes, of how many requests how many tokens each; None for no time.
     """
 
-    _RATE = 0.1
     _FORGET_AFTER = 64
     """Observations, after which predictions are made anew, for contexts have grown."""
     _TRY_AFTER = 128
@@ -182,9 +189,8 @@ class ByCost:
         drafting: Callable[[int, int], float | None] = lambda *_: None,
     ) -> None:
         self._costs, self._share, self._margin, self._drafting = costs, share, margin, drafting
-        # By size, without and with drafts; each with of how many it is the mean.
-        self._ratios: tuple[dict[int, tuple[float, int]], dict[int, tuple[float, int]]] = {}, {}
-        self._factors: dict[tuple[bool, int], float] = {}  # what they come to, as far as was asked since
+        self._corrections = {way: Correction() for way in ("plain", "verifying", "looking up")}
+        self._least_gain = 1.0  # of the drafts that were taken last
         self._num_verified = 0
         self._trust = 1.0  # in what drafts add
         self._predicted: dict[VerifyingWork, float] = {}
@@ -195,10 +201,10 @@ class ByCost:
 
     def is_worth_asking(self, num_running: int) -> bool:
         """Where drafts have paid, while it costs next to nothing or something came of it last time."""
-        return self._regime(num_running).is_with and self._asking <= self._share * self._running
+        return self._regime(num_running).way != _NONE and self._asking <= self._share * self._running
 
     def _regime(self, num_decodes: int) -> Regime:
-        return self._regimes.setdefault(round(2 * math.log2(max(1, num_decodes))), Regime())
+        return self._regimes.setdefault(round(2 * math.log2(max(1, num_decodes))), Regime(3))
 
     def asked(self, seconds: float, *, is_fruitful: bool) -> None:
         """See `SpeculationPolicy`."""
@@ -206,7 +212,7 @@ class ByCost:
 
     def predicted(self, work: VerifyingWork) -> float | None:
         """See `SpeculationPolicy`."""
-        return self.seconds(work) if any(self._ratios) else None
+        return self.seconds(work) if any(self._corrections.values()) else None
 
     def observe(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
         """See `SpeculationPolicy`."""
@@ -221,21 +227,20 @@ class ByCost:
         predicted = self._model(work)
         if seconds <= 0.0 or predicted <= 0.0:
             return
-        ratio = max(seconds - self._seconds_of_drafting(work), _LEAST_SHARE * seconds) / predicted
-        is_verifying, size = work.kind
-        known, count = self._ratios[is_verifying].get(size, (ratio, 0))
-        if is_verifying and self._trust < 1.0:
-            self._trust, count = 1.0, min(count, 1)
-        # One that was interrupted counts no more than one twice as long.
-        known += max(self._RATE, 1 / (count + 1)) * (min(max(ratio, known / 2), known * 2) - known)
-        self._ratios[is_verifying][size] = known, count + 1
-        self._factors.clear()
+        (way, size), is_tried_again = work.kind, work.num_drafts > 0 and self._trust < 1.0
+        if is_tried_again:
+            self._trust = 1.0
+        measured = max(seconds - self._seconds_of_drafting(work), _LEAST_SHARE * seconds)
+        self._corrections[way].add(size, measured / predicted, doubts=is_tried_again)
 
     def num_drafts(
         self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
     ) -> Sequence[int]:
         """See `SpeculationPolicy`."""
         self._context = iteration.num_context_tokens // max(1, iteration.num_decodes)
+        if self._regime(iteration.num_decodes).way == _ALL:
+            self._least_gain = 0.0
+            return proposed
         ranked = sorted(
             [
                 (rate**j, -j, place)
@@ -244,7 +249,7 @@ class ByCost:
             ],
             reverse=True,
         )
-        num_decodes, deepest = iteration.num_decodes, max(proposed)
+        num_decodes, deepest, share = iteration.num_decodes, max(proposed), iteration.share
         plain = self.seconds(VerifyingWork(num_decodes))
         others = self._extra(iteration)
         best = (1.0 + self._margin) * num_decodes / (plain + others)
@@ -254,15 +259,16 @@ class ByCost:
             num_verified, expected = 0, float(num_decodes)
             for count, (gain, number, _) in enumerate(found, 1):
                 num_verified += number == -1
-                expected += gain
+                expected += gain * share
                 if count % (1 << max(0, count.bit_length() - 3)):
                     continue  # a few of them are enough to find the best
-                added = self.seconds(VerifyingWork(num_decodes, num_verified, count, depth)) - plain
+                rows = math.ceil(num_verified * share), math.ceil(count * share)
+                added = self.seconds(VerifyingWork(num_decodes, *rows, depth, iteration.looks_up)) - plain
                 value = expected / (plain + added * self._trust + others)
                 if value > best:
                     best, num_best, ranked_best = value, count, found
         counts = [0] * len(proposed)
-        for _, _, place in ranked_best[: self._varied(num_best)]:
+        for self._least_gain, _, place in ranked_best[: self._varied(num_best)]:
             counts[place] += 1
         return counts
 
@@ -270,9 +276,9 @@ class ByCost:
         """Where that is likely to make up for what the host does meanwhile otherwise."""
         return num_right >= _WORTH_LOOKING_UP
 
-    def num_again(self, num_drafts: int) -> int:
-        """See `SpeculationPolicy`."""
-        return min(num_drafts, _AGAIN)
+    def depth(self, most: int, acceptance: float) -> int:
+        """Those as likely as the least likely that was decided about; one, so that they are known."""
+        return max(1, sum([acceptance**j >= self._least_gain for j in range(1, most + 1)]))
 
     def _varied(self, num_best: int) -> int:
         """Now and then a half or a quarter more, or less, so that what it takes is known."""
@@ -285,26 +291,17 @@ class ByCost:
         return num_best if rest else (num_best, num_best - step, num_best + step, 0)[quarter % 4]
 
     def seconds(self, work: VerifyingWork) -> float:
-        """Predicted, as measured: what predictions were off by between two sizes lies between theirs."""
-        factor = self._factors.get(work.kind)
-        if factor is None:
-            factor = self._factors[work.kind] = self._factor(*work.kind)
-        return self._model(work) * factor + self._seconds_of_drafting(work)
+        """Predicted, as measured; what was never done takes what other ways of it make likely."""
+        way, size = work.kind
+        measured = (one for one in (self._corrections[way], *self._corrections.values()) if one)
+        correction = next(measured, self._corrections[way])
+        return self._model(work) * correction.factor(size) + self._seconds_of_drafting(work)
 
     def _seconds_of_drafting(self, work: VerifyingWork) -> float:
         if not work.num_drafts:
             return 0.0
         depth = work.depth or -(-work.num_drafts // work.num_verified)
         return self._drafting(work.num_verified, depth) or 0.0
-
-    def _factor(self, is_verifying: bool, size: int) -> float:
-        known = self._ratios[is_verifying] or self._ratios[not is_verifying]
-        if not known:
-            return 1.0
-        below = max((one for one in known if one <= size), default=min(known))
-        above = min((one for one in known if one >= size), default=max(known))
-        share = min(1.0, max(0.0, (size - below) / (above - below))) if above > below else 0.0
-        return known[below][0] * (1 - share) + known[above][0] * share
 
     def _extra(self, iteration: IterationRows) -> float:
         """What others' prompts add, by the model alone."""

@@ -316,7 +316,7 @@ def test_what_was_learned_of_refused_drafts_counts_less_and_less(llm):
     engine = Engine(llm.executor, scheduler, vocab_size=llm.model_config.vocab_size)
     rates = []
     for _ in range(9):
-        speculation._all.add(9, 0)
+        speculation._all.after_wrong.add(9, 0)
     for _ in range(40):
         run(engine, PROMPTS[:1], GREEDY)
         rates.append(policy.acceptance[0])

@@ -1,6 +1,7 @@
 """Several decode iterations in one device program: the same tokens, and decisions when they are due."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +159,16 @@ def test_as_many_steps_as_50_ms_hold(llm, prompts, tick, allowed):
         engine.loop._decode_seconds = max(engine.loop._decode_seconds, tick)
     assert engine.scheduler.allowed[0] == 1
     assert engine.scheduler.allowed[-2] == allowed
+
+
+def test_what_few_steps_take_is_believed(llm, prompts):
+    """The first as much as any: nothing is known before."""
+    engine = make_engine(llm, scheduler_class=Recording, async_scheduling=False, num_scheduler_steps=None)
+    engine.loop._clock = itertools.count(0.0, 0.0005).__next__
+    engine.add_request("0", prompts[1][:4], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert engine.scheduler.allowed[:4] == [1, 1, 8, 8]
 
 
 @pytest.mark.parametrize("wrong", [0, -3, True, 2.5, "8", 9])

@@ -1,6 +1,7 @@
 """Drafts that the device looks up in programs of several iterations: the same tokens as without them."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -17,7 +18,13 @@ from jaxllm.executor.lookup_steps import Lookup, look_up
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
-from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost
+from jaxllm.sched.policies.speculation import (
+    AsProposed,
+    BelowBatch,
+    ByCost,
+    IterationRows,
+    VerifyingWork,
+)
 from jaxllm.sched.proposers.ngram import PromptLookup
 from jaxllm.sched.speculation import Speculation
 from jaxllm.types import MAX_DECODE_STEPS
@@ -52,13 +59,14 @@ def llm():
 
 
 class Again(AsProposed):
-    """As many as proposed, and so many after they were wrong."""
+    """As many as there may be, and so many after they were wrong."""
 
     def __init__(self, num_again):
-        self.again = num_again
+        self.again, self.is_of_right = num_again, False
 
-    def num_again(self, num_drafts):
-        return min(num_drafts, self.again)
+    def depth(self, most, acceptance):
+        self.is_of_right = not self.is_of_right  # asked in turns
+        return most if self.is_of_right else min(most, self.again)
 
 
 def engine_of(
@@ -143,8 +151,24 @@ def test_the_same_tokens_as_without(llm, expected, num_drafts, num_steps):
         assert run(engine) == expected
         counts = engine.scheduler.speculation.counts
         assert counts.num_drafted > counts.num_kept > 0
-        assert engine.scheduler.lookups
-        assert max(one.lookups for one in engine.scheduler.lookups) == (num_drafts, again)
+        asked = {counts for one in engine.scheduler.lookups for counts in one.lookups}
+        firsts = {first for first, *_ in asked}
+        assert asked == {(first, num_drafts, again) for first in firsts}
+        assert firsts <= {num_drafts, again}
+
+
+def test_each_request_has_numbers_of_its_own(llm, expected):
+    engine = engine_of(llm, speculation=Speculation(PromptLookup(), Mixed(), MOST, 32))
+    assert run(engine) == expected
+    assert max(len(set(one.lookups)) for one in engine.scheduler.lookups) == len(PROMPTS)
+
+
+class Mixed(AsProposed):
+    def __init__(self):
+        self.counts = itertools.cycle([1, MOST, 2, 4, 3, 1, MOST])
+
+    def depth(self, most, acceptance):
+        return min(most, next(self.counts))
 
 
 @pytest.mark.parametrize("place", range(len(PROMPTS)))
@@ -280,21 +304,20 @@ def test_counts_and_the_ledger_tell_the_truth(llm, expected):
     assert all(record.expected_kept > 0 for record in records)
 
 
-def test_fewer_drafts_again_where_the_cost_decides():
-    assert AsProposed().num_again(5) == BelowBatch(3, AsProposed()).num_again(5) == 5
-    assert [ByCost(UnknownCosts()).num_again(count) for count in (1, 2, 5)] == [1, 2, 2]
+def test_where_the_cost_decides_others_are_as_likely_as_those_it_was_asked_about():
+    assert AsProposed().depth(5, 0.1) == BelowBatch(3, AsProposed()).depth(5, 0.1) == 5
+    policy = ByCost(Linear())
+    for _ in range(40):  # until all ways of it are known
+        policy.observe(VerifyingWork(1), 1, 1, 1.0)
+        policy.observe(VerifyingWork(1, 1, 5), 1, 4, 1.5)
+    assert policy.num_drafts([MOST], [0.9], IterationRows(1, 9, 0, 64)) == [MOST]
+    assert policy.depth(MOST, 0.95) == MOST
+    assert [policy.depth(MOST, rate) for rate in (0.6, 0.0)] == [1, 1]
 
 
-def test_how_likely_drafts_are_is_learned_where_it_decides():
-    """Not of the few that follow wrong ones: of those there would be few however right they are."""
-    request = make_request(4, 20)
-    all_of_them = [(8, 8), (8, 0), (2, 0), (2, 2), (8, 8), (0, 0)]
-    many, few = (Speculation(PromptLookup(), AsProposed(), MOST, 32) for _ in range(2))
-    many.verified(request, all_of_them)
-    for verified in ([(8, 8)], [(8, 0)], [(8, 8)]):
-        few.verified(request, verified)
-    assert many._rate(request) == few._rate(request)
-    assert (many.counts.num_verifications, many.counts.num_drafted, many.counts.num_kept) == (5, 28, 18)
+class Linear(UnknownCosts):
+    def step_seconds(self, num_decodes, context, *chunks):
+        return 1.0 + 0.1 * (num_decodes + (chunks[0] if chunks else 0))
 
 
 def test_what_is_seldom_right_is_not_worth_its_programs():
@@ -311,8 +334,11 @@ def test_what_is_hardly_right_is_tried_in_few_iterations(llm, num_wrong, num_ste
     engine = engine_of(llm, MOST)
     engine.add_request("0", EDIT, PARAMS[0])
     (request,) = engine.scheduler.live_requests()
-    for _ in range(num_wrong):
-        engine.scheduler.speculation.verified(request, [(MOST, 0)])
+    speculation = engine.scheduler.speculation
+    speculation.verified(request, [(1, 1)])
+    for one in (speculation._all, speculation._histories["0"]):
+        one.after_right.add(num_wrong, 0)
+        one.after_wrong.add(num_wrong, 0)
     while not engine.scheduler.lookups:
         engine.step()
     assert engine.scheduler.lookups[0].num_decode_steps == num_steps

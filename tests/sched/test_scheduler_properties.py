@@ -521,7 +521,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (num_computed, status) == (num_tokens - 1, expected)
             gained = output.num_decode_steps
             if output.lookups:
-                gained = min(gained * (output.lookups[0] + 1), request.max_total_tokens - num_tokens)
+                most = max(dict(zip(output.decode, output.lookups, strict=True))[request])
+                gained = min(gained * (most + 1), request.max_total_tokens - num_tokens)
             assert request.num_tokens == num_tokens + gained <= request.max_total_tokens
             assert request.num_computed_tokens == request.num_tokens - 1
         for chunk in output.prefill:

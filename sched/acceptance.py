@@ -1,0 +1,79 @@
+"""How likely drafts are right, by what became of those before them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxllm.types import Request
+
+_FORGETS = 0.9
+_PRIOR, _PRIOR_TRIALS = 0.5, 2.0
+
+
+@dataclasses.dataclass(slots=True)
+class Acceptance:
+    """How many drafts were tried, each after those before it were right, and how many of these were right."""
+
+    num_tried: float = 0.0
+    num_right: float = 0.0
+
+    def add(self, num_tried: int, num_right: int) -> None:
+        """Take drafts; what was before counts a tenth less."""
+        self.num_tried = self.num_tried * _FORGETS + num_tried
+        self.num_right = self.num_right * _FORGETS + num_right
+
+    def rate(self, prior: float) -> float:
+        """How likely the next one is right."""
+        return (self.num_right + prior * _PRIOR_TRIALS) / (self.num_tried + _PRIOR_TRIALS)
+
+
+@dataclasses.dataclass(slots=True)
+class Acceptances:
+    """Of drafts after others that were all right, and of those after others or none.
+
+    Who copies goes on copying: the two differ more than two requests do.
+    """
+
+    after_right: Acceptance = dataclasses.field(default_factory=Acceptance)
+    after_wrong: Acceptance = dataclasses.field(default_factory=Acceptance)
+
+    def after(self, was_right: bool) -> Acceptance:
+        """One of the two."""
+        return self.after_right if was_right else self.after_wrong
+
+    def forget(self) -> None:
+        """Let what was learned count a tenth less."""
+        self.after_right.add(0, 0)
+        self.after_wrong.add(0, 0)
+
+
+@dataclasses.dataclass(slots=True)
+class History(Acceptances):
+    """Those of a request, and whether its newest drafts were all right.
+
+    What was proposed and not verified counts, too, once the tokens are known: `proposed` from place `start`.
+    """
+
+    was_right: bool = False
+    start: int = 0
+    proposed: Sequence[int] = ()
+
+    def rate(self, of_all: Acceptances, was_right: bool) -> float:
+        """How likely the next draft is right, where those before it were or were not; `of_all` tell first."""
+        return self.after(was_right).rate(of_all.after(was_right).rate(_PRIOR))
+
+    def add(self, num_drafts: int, num_right: int, of_all: Acceptances) -> None:
+        """Take so many drafts, of which the first so many were right; `of_all` requests learn of them, too."""
+        for one in (self, of_all):
+            one.after(self.was_right).add(min(num_drafts, num_right + 1), num_right)
+        self.was_right = num_right == num_drafts
+
+    def compare(self, request: Request, of_all: Acceptances) -> None:
+        """Take what was proposed, as far as its place is known."""
+        known = request.token_ids(self.start, self.start + len(self.proposed)) if self.proposed else ()
+        if known:
+            pairs = zip(known, self.proposed, strict=False)
+            num_right = next((place for place, (one, other) in enumerate(pairs) if one != other), len(known))
+            self.add(len(known), num_right, of_all)
+            self.proposed = ()
