@@ -60,11 +60,11 @@ class History(Acceptances):
     proposed: Sequence[int] = ()
 
     def rate(self, of_all: Acceptances, was_right: bool) -> float:
-        """How likely the next draft is right, where those before it were or were not; `of_all` tell first."""
+        """How likely the next draft is right, after right ones or others; as of all while few are known."""
         return self.after(was_right).rate(of_all.after(was_right).rate(_PRIOR))
 
     def add(self, num_drafts: int, num_right: int, of_all: Acceptances) -> None:
-        """Take so many drafts, of which the first so many were right; `of_all` requests learn of them, too."""
+        """Take so many drafts, of which the first so many were right, for those of all requests, too."""
         for one in (self, of_all):
             one.after(self.was_right).add(min(num_drafts, num_right + 1), num_right)
         self.was_right = num_right == num_drafts

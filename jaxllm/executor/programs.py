@@ -217,9 +217,9 @@ class PackedStep:
     """The inputs of a step: views of parts of one flat int32 array, uploaded at once; padding at first.
 
     `decode_slots`, `decode_lengths` [B] are those of `step_rows.DecodeInputs`, and `num_steps` [1] how many
-    iterations to compute; `limits` [B] and `num_drafts` [B, 3] those of `run_lookup_steps`; `tokens`, `targets`,
-    `query_starts`, `lengths`, `slots`, `num_seqs` and `sampled` those of `step_rows.PrefillInputs`, if there
-    are prompts. `new_blocks` [2, U] are changes of the block tables, which stay on the device: places in the
+    iterations to compute; `limits` [B] and `num_drafts` [B, 3] those of `run_lookup_steps`; `tokens`,
+    `targets`, `query_starts`, `lengths`, `slots`, `num_seqs` and `sampled` those of
+    `step_rows.PrefillInputs`, if there are prompts. `new_blocks` [2, U] are changes of the block tables, which stay on the device: places in the
     flat tables, beyond their end in padding, and the block there.
     """
 

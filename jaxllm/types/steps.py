@@ -80,9 +80,9 @@ class SchedulerOutput:
     drafts those of `prefill` verify.
 
     With `lookups` the device drafts by itself, in each of `num_decode_steps` iterations: for each request of
-    `decode` at most the first number of tokens at first, the second after drafts that were all right, and
-    the third after others. A request gets one token more than are right, and no more than it is long once scheduled. Then
-    `num_drafts` is how many drafts there may be.
+    `decode` at most the first number of tokens at first, the second after drafts that were all right, and the
+    third after others. A request gets one token more than are right, and no more than it is long once
+    scheduled. Then `num_drafts` is how many drafts there may be.
 
     Executors first let go of what is `discarded` and `dropped`; then finish the copies of `joined`, which a
     `load` of an earlier iteration started, into blocks nobody else has touched since; then read the blocks

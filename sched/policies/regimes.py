@@ -48,7 +48,7 @@ class Regime:
         self._skips, self.way = way != self.way, way
 
     def _suffices(self) -> bool:
-        """Whether a window is at its end, or a trial: that of a slow way once the best had done twice as much."""
+        """Whether a window is at its end, or a trial, of a slow way once the best had done twice as much."""
         if self.way == self._best:
             return self._done >= _WINDOW
         done, seconds = self._totals[self._best]
@@ -63,8 +63,8 @@ class Regime:
         speeds[0] *= _TIE
         best = speeds.index(max(speeds))
         if best != self._best:
-            self._best, self._patience = best, [_FIRST_PATIENCE] * len(speeds)
-            self._num_left = list(self._patience)
+            self._patience[self._best] = self._num_left[self._best] = _FIRST_PATIENCE
+            self._best = best
         elif self.way != best:
             longer = 4 if speeds[best] > _CLEAR * speeds[self.way] else 2
             patience = min(longer * self._patience[self.way], _MOST_PATIENCE)

@@ -184,7 +184,7 @@ class ByCost:
         self,
         costs: CostModel,
         *,
-        share: float = 0.01,
+        share: float = 0.005,
         margin: float = 0.03,
         drafting: Callable[[int, int], float | None] = lambda *_: None,
     ) -> None:
@@ -268,7 +268,8 @@ class ByCost:
                 if value > best:
                     best, num_best, ranked_best = value, count, found
         counts = [0] * len(proposed)
-        for self._least_gain, _, place in ranked_best[: self._varied(num_best)]:
+        for gain, _, place in ranked_best[: self._varied(num_best)]:
+            self._least_gain = gain
             counts[place] += 1
         return counts
 

@@ -16,6 +16,7 @@ from jaxllm.engine.ledgers import read_ledger
 from jaxllm.engine.speculation import SpeculativeConfig
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.sched.acceptance import Acceptance
 from jaxllm.sched.ledger import Ledger, VerificationRecord
 from jaxllm.sched.policies import SchedulerPolicy, SeparateIterations
 from jaxllm.sched.policies.regimes import Regime
@@ -23,7 +24,6 @@ from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost, It
 from jaxllm.sched.proposers.ngram import PromptLookup, repeated
 from jaxllm.sched.proposers.suffix import SuffixLookup
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.sched.acceptance import Acceptance
 from jaxllm.sched.speculation import Speculation
 
 EDIT = (

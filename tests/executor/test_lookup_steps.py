@@ -9,7 +9,6 @@ import pytest
 from engine_helpers import Recording, make_llm, restless
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_helpers import make_request
 
 from jaxllm import SamplingParams
 from jaxllm.engine.engine import Engine
