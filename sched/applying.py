@@ -250,7 +250,7 @@ class Iteration:
         """Schedule a request's newest token, and as many of its drafts as there are free blocks for."""
         state, start = self._state, request.num_tokens - 1
         num_held = (len(request.block_ids) + state.pool.num_free) * state.pool.block_size
-        drafts = tuple(drafts[: num_held - request.num_tokens])
+        drafts = drafts[: num_held - request.num_tokens]
         if not drafts:
             state.prompts.append(request)
             return self._compute(request, 1)

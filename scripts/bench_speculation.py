@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import random
 import statistics
 import sys
 import time
@@ -93,13 +94,14 @@ def one_run(llm: LLM, kind: str, streams: int, num_tokens: int) -> tuple[float, 
 
 
 def measure(llms: dict[str, LLM], kind: str, streams: int, num_tokens: int, repeats: int) -> dict[str, Any]:
-    """A case, all engines in turns after one run each that does not count."""
+    """A case, all engines in turns, in any order, after one run each that does not count."""
     speeds: dict[str, list[float]] = {name: [] for name in llms}
     yielded, same = dict.fromkeys(llms, 0.0), dict.fromkeys(llms, True)
+    shuffle = random.Random(0)
     for turn in range(repeats + 1):
         expected: list[list[int]] = []
-        for name, llm in llms.items():
-            speed, per_step, tokens = one_run(llm, kind, streams, num_tokens)
+        for name in shuffle.sample(list(llms), len(llms)):
+            speed, per_step, tokens = one_run(llms[name], kind, streams, num_tokens)
             expected = expected or tokens
             same[name] &= tokens == expected
             if turn:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -19,6 +18,7 @@ import numpy as np
 from jaxllm.errors import CapacityError
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.draft_programs import DraftCore, DraftInputs, DraftKey, DraftPrograms
+from jaxllm.executor.drafted import DraftBatch, Drafted, warm_up_filling
 from jaxllm.executor.drafter import DraftTimes, seconds_of
 from jaxllm.models.registry import Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults
@@ -152,6 +152,7 @@ class DraftModel:
                 inputs.counts[:] = count
                 took.append(seconds_of(functools.partial(self._read, key, inputs)))
             self._times.measured(key.seqs, *took)
+        warm_up_filling(self.config, self._run(key, inputs))
         self._is_warm = True
 
     # A proposer
@@ -189,15 +190,11 @@ class DraftModel:
         if not drafted:
             return found
         self._catch_up([held for _, held, _ in drafted])
-        began = time.perf_counter()
         drafts = self._draft([(held, count) for _, held, count in drafted])
-        took = time.perf_counter() - began
-        self._times.observe(len(drafted), max(count for _, _, count in drafted), took)
         for number, (place, held, count) in enumerate(drafted):
-            tokens = drafts[:count, number].tolist()
+            found[place] = tokens = Drafted(drafts, number, count)
             held.num_tokens = self._num_seen(held.request)
             held.drafts = tokens[:-1] if self.core.keeps_drafts else ()
-            found[place] = tokens if min(tokens) >= 0 else ()  # no token where nothing is finite
         return found
 
     def _num_seen(self, request: Request) -> int:
@@ -246,13 +243,12 @@ class DraftModel:
                 if end < stop:
                     waiting.append((held, end, stop))
             self._compute(next(key for key in keys if key.rows >= num_rows and key.seqs >= len(now)), now)
-        jax.block_until_ready(self._pool)  # what is measured is drafting alone
 
-    def _draft(self, drafted: Sequence[tuple[_Held, int]]) -> np.ndarray:
-        """Tokens of each, `[most, ...]`."""
+    def _draft(self, drafted: Sequence[tuple[_Held, int]]) -> DraftBatch:
+        """Tokens of each."""
         key = next(key for key in self._programs.drafting if key.seqs >= len(drafted))
         chunks = [(held, held.num_tokens, self._num_seen(held.request), count) for held, count in drafted]
-        return np.asarray(self._compute(key, chunks))
+        return DraftBatch(self._compute(key, chunks))
 
     def _read(self, key: DraftKey, inputs: DraftInputs) -> np.ndarray:
         return np.asarray(self._run(key, inputs))

@@ -162,20 +162,27 @@ class ModelCore:
 
 
 def run_draft(
-    core: DraftCore, most: int, params: Any, pool: jax.Array, layers: jax.Array | None, inputs: Any
+    core: DraftCore,
+    most: int,
+    width: int,
+    params: Any,
+    pool: jax.Array,
+    layers: jax.Array | None,
+    inputs: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute what is new, and draft: of each request the likeliest token, and the likeliest after that.
 
     Args:
         core: what drafts (static).
         most: most tokens to draft (static).
+        width: columns of what is drafted, at least as many as requests (static).
         params: its weights.
         pool: its KV pool, as in `step.DeviceState`.
         layers: those of the model's `step.DeviceState`, if it looks at them.
         inputs: `DraftInputs`, on the device.
 
     Returns:
-        The pool, and the drafts [most, C] int32; those beyond a request's count mean nothing.
+        The pool, and the drafts [most, width] int32; those beyond a request's count mean nothing.
     """
     unused, num_seqs = jnp.zeros_like(inputs.lengths), inputs.num_seqs[0]
     prompts = PrefillInputs(
@@ -191,7 +198,7 @@ def run_draft(
     pool, hidden = core.begin(params, pool, layers, inputs, prompts)
     hidden = hidden[jnp.maximum(inputs.starts[1:] - 1, 0)]
     tokens = core.likeliest(params, hidden, num_seqs)
-    drafts = jnp.zeros((most, len(tokens)), jnp.int32).at[0].set(tokens)
+    drafts = jnp.zeros((most, width), jnp.int32).at[0, : len(tokens)].set(tokens)
 
     def step(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         pool, hidden, tokens, drafts = carry
@@ -199,7 +206,7 @@ def run_draft(
         decode = DecodeInputs(unused, lengths, inputs.block_tables)
         pool, hidden = core.go_on(params, pool, decode, tokens, hidden)
         tokens = core.likeliest(params, hidden, num_seqs)
-        return pool, hidden, tokens, drafts.at[number].set(tokens)
+        return pool, hidden, tokens, drafts.at[number, : len(tokens)].set(tokens)
 
     pool, _, _, drafts = lax.fori_loop(1, jnp.max(inputs.counts), step, (pool, hidden, tokens, drafts))
     return pool, drafts
@@ -225,16 +232,17 @@ class DraftPrograms(CompiledAhead[DraftKey]):
 
     def lower(self, key: DraftKey) -> jax.stages.Lowered:
         """See `CompiledAhead`."""
-        jitted, arguments = draft_program(self._core, self._most, key, self._config.max_blocks)
+        width = max(key.seqs, self.drafting[-1].seqs)
+        jitted, arguments = draft_program(self._core, self._most, width, key, self._config.max_blocks)
         return jitted.lower(*placed(arguments, self._device))
 
 
 def draft_program(
-    core: DraftCore, most: int, key: DraftKey, max_blocks: int
+    core: DraftCore, most: int, width: int, key: DraftKey, max_blocks: int
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """`run_draft`, which updates the pool in place, and its arguments, from shapes alone."""
     arguments = core.params(), core.pool(), core.layers(), DraftInputs.zeros(key, max_blocks)
-    return jax.jit(functools.partial(run_draft, core, most), donate_argnums=1), arguments
+    return jax.jit(functools.partial(run_draft, core, most, width), donate_argnums=1), arguments
 
 
 def implementation_of(config: ExecutorConfig) -> str | None:

@@ -18,7 +18,6 @@ from jaxllm.system.threads import WorkingThread, is_interpreter_exiting
 
 _Key = TypeVar("_Key", bound=Hashable)
 _NUM_RUNS = 3  # to measure what they take; the first ones take longer
-_RATE = 0.1
 
 
 class Drafter(Proposer, Protocol):
@@ -123,8 +122,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 class DraftTimes:
     """Seconds to draft so many tokens of each of so many requests, by the sizes of programs.
 
-    They are measured once, and corrected by what it takes from then on. Between one token and the most, which
-    are measured, it is a straight line.
+    They are measured once. Between one token and the most, which are measured, it is a straight line.
 
     Args:
         most: most tokens of a request.
@@ -133,25 +131,15 @@ class DraftTimes:
     def __init__(self, most: int) -> None:
         self._most = most
         self._ends: dict[int, tuple[float, float]] = {}  # by size: of one token, and of the most
-        self._factors: dict[int, float] = {}
 
     def measured(self, size: int, one: float, most: float) -> None:
         """Note what a program of `size` requests takes for one token of each, and for the most."""
         self._ends[size] = one, most
-        self._factors[size] = 1.0
 
     def seconds(self, num_requests: int, num_tokens: int) -> float:
         """Predicted; 0 while nothing is measured."""
         size = self._size(num_requests)
-        return 0.0 if size is None else self._line(size, num_tokens) * self._factors[size]
-
-    def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
-        """Take what it took."""
-        size = self._size(num_requests)
-        if size is not None and (line := self._line(size, num_tokens)) > 0:
-            known = self._factors[size]
-            # One that was interrupted counts no more than one twice as long.
-            self._factors[size] += _RATE * (min(seconds / line, 2 * known) - known)
+        return 0.0 if size is None else self._line(size, num_tokens)
 
     def _size(self, num_requests: int) -> int | None:
         sizes = sorted(self._ends)

@@ -8,7 +8,6 @@ token; there are no trees of candidates.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.drafted import DraftBatch, Drafted, warm_up_filling
 from jaxllm.executor.drafter import CompiledAhead, DraftTimes, placed, seconds_of
 from jaxllm.executor.sampler import largest
 from jaxllm.models.linear_weights import product
@@ -25,19 +25,25 @@ from jaxllm.types import Request
 
 
 def run_heads(
-    config: MedusaConfig, most: int, params: Mapping[str, jax.Array], hidden: jax.Array, places: jax.Array
+    config: MedusaConfig,
+    most: int,
+    width: int,
+    params: Mapping[str, jax.Array],
+    hidden: jax.Array,
+    places: jax.Array,
 ) -> jax.Array:
     """What the first `most` heads draft.
 
     Args:
         config: sizes (static).
         most: heads to ask (static).
+        width: columns of what is drafted, at least C (static).
         params: weights by the names of `MedusaConfig.shapes`.
         hidden: those of `step.DeviceState`.
         places: [2, C] int32, slots and positions of the newest hidden states.
 
     Returns:
-        Tokens [most, C] int32, -1 where nothing is finite.
+        Tokens [most, width] int32, -1 where nothing is finite.
     """
     slots, positions = places
     newest = hidden[slots, positions % hidden.shape[1]]
@@ -52,7 +58,7 @@ def run_heads(
         if TOKEN_MAP in params:
             tokens = jnp.where(tokens < 0, -1, params[TOKEN_MAP][tokens])
         drafts.append(tokens)
-    return jnp.stack(drafts)
+    return jnp.pad(jnp.stack(drafts), ((0, 0), (0, width - places.shape[1])))
 
 
 class _Programs(CompiledAhead[int]):
@@ -71,7 +77,7 @@ class _Programs(CompiledAhead[int]):
         }
         kept = (config.max_num_seqs + 1, config.num_hidden, self._heads.hidden_size)
         arguments = params, jax.ShapeDtypeStruct(kept, dtype), jax.ShapeDtypeStruct((2, key), jnp.int32)
-        run = functools.partial(run_heads, self._heads, self._most)
+        run = functools.partial(run_heads, self._heads, self._most, self._config.buckets.decode[-1])
         return jax.jit(run).lower(*placed(arguments, self._device))
 
 
@@ -100,7 +106,8 @@ class MedusaHeads:
         device: jax.Device,
     ) -> None:
         self.heads, self.most = heads, most
-        self._load, self._sizes, self._hidden = load, config.buckets.decode, hidden
+        self._load, self._config, self._hidden = load, config, hidden
+        self._sizes = config.buckets.decode
         self._params: Mapping[str, jax.Array] = load()
         self._programs = _Programs(heads, config, most, device)
         self._times = DraftTimes(most)
@@ -136,8 +143,9 @@ class MedusaHeads:
         """
         self._programs.wait()
         for size in self._sizes:
-            seconds = seconds_of(functools.partial(self._run, size, np.zeros((2, size), np.int32)))
+            seconds = seconds_of(functools.partial(self._read, size, np.zeros((2, size), np.int32)))
             self._times.measured(size, seconds, seconds)
+        warm_up_filling(self._config, self._run(size, np.zeros((2, size), np.int32)))
         self._is_warm = True
 
     def seconds(self, num_requests: int, num_tokens: int) -> float:
@@ -164,12 +172,9 @@ class MedusaHeads:
         for column, place in enumerate(places):
             request = asked[place][0]
             newest[0, column], newest[1, column] = request.slot or 0, request.num_known_tokens - 2
-        began = time.perf_counter()
-        drafts = self._run(size, newest)
-        self._times.observe(len(places), self.most, time.perf_counter() - began)
+        drafts = DraftBatch(self._run(size, newest))
         for column, place in enumerate(places):
-            tokens = drafts[: asked[place][1], column].tolist()
-            found[place] = tokens if min(tokens) >= 0 else ()  # no token where nothing is finite
+            found[place] = Drafted(drafts, column, min(asked[place][1], self.most))
         return found
 
     def _is_newest_known(self, request: Request) -> bool:
@@ -181,5 +186,8 @@ class MedusaHeads:
             return False
         return request.slot is not None and length > since
 
-    def _run(self, size: int, places: np.ndarray) -> np.ndarray:
-        return np.asarray(self._programs.get(size)(self._params, self._hidden(), places))
+    def _run(self, size: int, places: np.ndarray) -> jax.Array:
+        return self._programs.get(size)(self._params, self._hidden(), places)
+
+    def _read(self, size: int, places: np.ndarray) -> np.ndarray:
+        return np.asarray(self._run(size, places))

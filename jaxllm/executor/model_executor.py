@@ -179,7 +179,9 @@ class ModelExecutor(Worker):
             self.sample_begun()
         return part
 
-    def _prepare(self, scheduled: SchedulerOutput) -> tuple[ProgramKey, np.ndarray, list[int], list[int]]:
+    def _prepare(
+        self, scheduled: SchedulerOutput
+    ) -> tuple[ProgramKey, np.ndarray | jax.Array, list[int], list[int]]:
         """A step's program and inputs, which of its rows are sampled apart, and the slots that it decodes."""
         slots = [slot_of(request) for request in scheduled.decode]
         key = self._choice.key(scheduled, slots)

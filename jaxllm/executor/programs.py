@@ -219,8 +219,8 @@ class PackedStep:
     `decode_slots`, `decode_lengths` [B] are those of `step_rows.DecodeInputs`, and `num_steps` [1] how many
     iterations to compute; `limits` [B] and `num_drafts` [B, 3] those of `run_lookup_steps`; `tokens`,
     `targets`, `query_starts`, `lengths`, `slots`, `num_seqs` and `sampled` those of
-    `step_rows.PrefillInputs`, if there are prompts. `new_blocks` [2, U] are changes of the block tables, which stay on the device: places in the
-    flat tables, beyond their end in padding, and the block there.
+    `step_rows.PrefillInputs`, if there are prompts. `new_blocks` [2, U] are changes of the block tables,
+    which stay on the device: places in the flat tables, beyond their end in padding, and the block there.
     """
 
     decode_slots: np.ndarray
@@ -244,6 +244,11 @@ class PackedStep:
         self.new_blocks[0] = _NOWHERE
         if key.max_chunks:
             self.sampled[1] = -1
+
+    @property
+    def first_token(self) -> int:
+        """Where `tokens` begin in the array."""
+        return self.decode_slots.size + self.decode_lengths.size
 
 
 @functools.lru_cache(maxsize=1024)

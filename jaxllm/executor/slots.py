@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxllm.errors import EngineError
 from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.drafted import DraftPlaces
 from jaxllm.executor.programs import PackedStep, ProgramKey
 from jaxllm.executor.slot_params import FILTERED, PackedSlotParams, Sampling
 from jaxllm.executor.step_programs import StepPrograms
@@ -88,11 +89,12 @@ class Slots:
 
     def pack(
         self, key: ProgramKey, scheduled: SchedulerOutput, slots: Sequence[int]
-    ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
+    ) -> tuple[np.ndarray | jax.Array, list[tuple[int, np.ndarray]]]:
         """The inputs of an iteration that decodes `slots`, see `programs.PackedStep`.
 
         Returns:
-            Beside them slots with tables that are to be written before: they grow by more than fits in there.
+            They are on the device where drafts are. Beside them slots with tables that are to be written
+            before: they grow by more than fits in there.
         """
         block_size = self._config.block_size
         packed = PackedStep(key, self._config.max_num_seqs, block_size)
@@ -112,13 +114,15 @@ class Slots:
         growth = _Growth([], [], [])
         for row in np.flatnonzero(needed > self._table_sizes[slots]).tolist():
             self._grow_table(slots[row], decodes[row].block_ids[: needed[row]], room, growth)
+        drafted = DraftPlaces() if scheduled.num_drafts else None
         if key.max_chunks:
             packed.sampled[:, :count] = range(count), slots, lengths
-            self._pack_prompts(packed, scheduled, growth)
+            self._pack_prompts(packed, scheduled, growth, drafted)
         else:
             packed.num_steps[0] = num_steps
         packed.new_blocks[:, : len(growth.places)] = growth.places, growth.blocks
-        return packed.array, growth.tables
+        inputs = packed.array if drafted is None else drafted.fill(packed.array)
+        return inputs, growth.tables
 
     def _grow_table(self, slot: int, table: Sequence[int], room: int, growth: _Growth) -> None:
         """Add a table's new blocks to `growth`, if they are at most `room`; else all of it."""
@@ -131,7 +135,13 @@ class Slots:
         growth.places.extend(range(first + num_known, first + len(table)))
         growth.blocks.extend(table[num_known:])
 
-    def _pack_prompts(self, packed: PackedStep, scheduled: SchedulerOutput, growth: _Growth) -> None:
+    def _pack_prompts(
+        self,
+        packed: PackedStep,
+        scheduled: SchedulerOutput,
+        growth: _Growth,
+        drafted: DraftPlaces | None,
+    ) -> None:
         """Add an iteration's chunks, and to `growth` their tables' new blocks."""
         block_size = self._config.block_size
         tokens: list[int] = []
@@ -142,7 +152,8 @@ class Slots:
             request, slot = chunk.request, slot_of(chunk.request)
             stop, table = chunk.start + chunk.length, request.block_ids
             ids = request.token_ids(chunk.start, stop + 1)
-            ids += chunk.drafts
+            if drafted is not None:
+                ids += drafted.take(chunk.drafts, packed.first_token + first_row + len(tokens) + 1)
             if self._config.max_drafts:
                 held = -(-chunk.start // block_size)
                 self._table_sizes[slot] = min(self._table_sizes[slot], held)

@@ -130,7 +130,11 @@ class StagedProgram:
         self._begin, *self._layers, self._end = parts
 
     def __call__(
-        self, params: Params, state: EngineState, slot_params: PackedSlotParams, packed: np.ndarray
+        self,
+        params: Params,
+        state: EngineState,
+        slot_params: PackedSlotParams,
+        packed: np.ndarray | jax.Array,
     ) -> tuple[EngineState, StepOutputs]:
         """As a compiled `programs.step_program`; the host waits for no stage."""
         state, step = self.begin(params, state, slot_params, packed, frozenset(), lambda outputs: None)
@@ -141,7 +145,7 @@ class StagedProgram:
         params: Params,
         state: EngineState,
         slot_params: PackedSlotParams,
-        packed: np.ndarray,
+        packed: np.ndarray | jax.Array,
         slots: frozenset[int],
         then: Callable[[StepOutputs], object],
     ) -> tuple[EngineState, BegunStep]:

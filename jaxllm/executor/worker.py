@@ -200,7 +200,7 @@ class Worker:
     # Steps
 
     @operation
-    def run(self, key: ProgramKey, packed: np.ndarray, keeps_logits: bool) -> StepOutputs:
+    def run(self, key: ProgramKey, packed: np.ndarray | jax.Array, keeps_logits: bool) -> StepOutputs:
         """Start a step. `packed` is that of a `PackedStep`; its logits are kept for `sample_rows`, or not."""
         self._logits = None  # before there are others
         if self._begun:
@@ -213,7 +213,7 @@ class Worker:
     def begin(
         self,
         key: ProgramKey,
-        packed: np.ndarray,
+        packed: np.ndarray | jax.Array,
         sampled: Collection[int],
         others: Collection[int],
         then: Callable[[StepOutputs], object],

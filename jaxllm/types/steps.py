@@ -39,7 +39,7 @@ class PrefillChunk:
     is_last: bool
     is_first: bool = True
     num_recomputed: int = 0
-    drafts: tuple[int, ...] = ()
+    drafts: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ class Regime:
         self.way, self._best = 0, num_ways - 1
         self._totals = [(0.0, 0.0)] * num_ways  # work and seconds, what was before counts less
         self._patience = [_FIRST_PATIENCE] * num_ways
-        self._num_left = [_FIRST_PATIENCE] * num_ways  # windows of the best, until each is tried again
+        # Windows of the best, until each is tried again; soon, for the first time tells least.
+        self._num_left = [_FIRST_PATIENCE // 4] * num_ways
         self._done = self._seconds = 0.0
         self._skips = True
 

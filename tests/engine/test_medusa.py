@@ -147,11 +147,11 @@ def test_heads_draft_what_a_reference_drafts(changes):
     kept = random.normal(size=(6, 5, 64)).astype(np.float32)
     places = np.array([[0, 4, 2, 2], [3, 14, 7, 0]], np.int32)
     params = {name: np.int32(one) if name == TOKEN_MAP else one for name, one in weights.items()}
-    drafts = jax.jit(functools.partial(run_heads, config, config.num_heads))(params, kept, places)
+    drafts = jax.jit(functools.partial(run_heads, config, config.num_heads, 4))(params, kept, places)
     expected = reference(config, weights, kept[places[0], places[1] % 5])
     np.testing.assert_array_equal(drafts, expected)
     params["lm_head.weight" if config.shares_output else "lm_heads.0.weight"] *= np.nan
-    assert np.all(np.asarray(run_heads(config, 1, params, kept, places)) == -1)
+    assert np.all(np.asarray(run_heads(config, 1, 4, params, kept, places)) == -1)
 
 
 def test_steps_keep_what_tokens_were_sampled_from(llm, seen):

@@ -34,7 +34,7 @@ def test_drafts_are_one_loop_without_sorts(kind):
         layer = dataclasses.replace(model, num_layers=1)
         core = Eagle3Core(Eagle3Config(layer, (2, 16, 29), 4096, 32000, False), config, MOST)
     with Compiler(get_target("h200")) as compiler:
-        jitted, arguments = draft_program(core, MOST, DraftKey(core.num_new * 64, 64), 128)
+        jitted, arguments = draft_program(core, MOST, 64, DraftKey(core.num_new * 64, 64), 128)
         program = compiler.compile(jitted, *map(compiler.struct, arguments))
     text = program.as_text()
     assert text.count(" while(") == 1
