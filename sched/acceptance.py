@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jaxllm.types import Request
 
 _FORGETS = 0.9
-_PRIOR, _PRIOR_TRIALS = 0.5, 2.0
+_PRIOR, _PRIOR_TRIALS = 0.5, 8.0
 
 
 @dataclasses.dataclass(slots=True)

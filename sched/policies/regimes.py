@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-_WINDOW, _TRIAL = 32.0, 8.0
+_WINDOW, _TRIAL = 32.0, 4.0
 _KEPT = 0.7
 _FIRST_PATIENCE, _MOST_PATIENCE = 16, 128
 _CLEAR = 1.2
-_TIE = 0.99
+_CREDIT = 1.03
 
 
 class Regime:
@@ -61,7 +61,7 @@ class Regime:
             if not done:
                 return way
         speeds = [done / seconds for done, seconds in self._totals]
-        speeds[0] *= _TIE
+        speeds[-1] *= _CREDIT
         best = speeds.index(max(speeds))
         if best != self._best:
             self._patience[self._best] = self._num_left[self._best] = _FIRST_PATIENCE

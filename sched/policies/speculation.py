@@ -238,7 +238,8 @@ class ByCost:
     ) -> Sequence[int]:
         """See `SpeculationPolicy`."""
         self._context = iteration.num_context_tokens // max(1, iteration.num_decodes)
-        if self._regime(iteration.num_decodes).way == _ALL:
+        is_measured = not iteration.num_prompt_tokens
+        if is_measured and self._regime(iteration.num_decodes).way == _ALL:
             self._least_gain = 0.0
             return proposed
         ranked = sorted(
@@ -251,8 +252,8 @@ class ByCost:
         )
         num_decodes, deepest, share = iteration.num_decodes, max(proposed), iteration.share
         plain = self.seconds(VerifyingWork(num_decodes))
-        others = self._extra(iteration)
-        best = (1.0 + self._margin) * num_decodes / (plain + others)
+        trust = self._trust if is_measured else 1.0
+        best = (1.0 + self._margin) * num_decodes / plain
         num_best, ranked_best = 0, ranked
         for depth in range(deepest if self._drafting(1, 1) is None else 1, deepest + 1):
             found = [one for one in ranked if -one[1] <= depth][: iteration.num_free]
@@ -263,12 +264,12 @@ class ByCost:
                 if count % (1 << max(0, count.bit_length() - 3)):
                     continue  # a few of them are enough to find the best
                 rows = math.ceil(num_verified * share), math.ceil(count * share)
-                added = self.seconds(VerifyingWork(num_decodes, *rows, depth, iteration.looks_up)) - plain
-                value = expected / (plain + added * self._trust + others)
+                work = VerifyingWork(num_decodes, *rows, depth, iteration.looks_up)
+                value = expected / (plain + self._added(work, iteration) * trust)
                 if value > best:
                     best, num_best, ranked_best = value, count, found
         counts = [0] * len(proposed)
-        for gain, _, place in ranked_best[: self._varied(num_best)]:
+        for gain, _, place in ranked_best[: self._varied(num_best) if is_measured else num_best]:
             self._least_gain = gain
             counts[place] += 1
         return counts
@@ -304,13 +305,13 @@ class ByCost:
         depth = work.depth or -(-work.num_drafts // work.num_verified)
         return self._drafting(work.num_verified, depth) or 0.0
 
-    def _extra(self, iteration: IterationRows) -> float:
-        """What others' prompts add, by the model alone."""
-        prompts, num_decodes = iteration.num_prompt_tokens, iteration.num_decodes
+    def _added(self, work: VerifyingWork, iteration: IterationRows) -> float:
+        """Seconds that drafts add to an iteration; beside prompts rows are not as cheap as where none are."""
+        prompts, decodes = iteration.num_prompt_tokens, (iteration.num_decodes, iteration.num_context_tokens)
         if not prompts:
-            return 0.0
-        with_prompts = self._costs.step_seconds(num_decodes, iteration.num_context_tokens, prompts, 1)
-        return max(0.0, with_prompts - self._costs.step_seconds(num_decodes, iteration.num_context_tokens))
+            return self.seconds(work) - self.seconds(VerifyingWork(work.num_decodes))
+        rows = [self._costs.step_seconds(*decodes, prompts + count, 1) for count in (0, work.num_drafts)]
+        return max(0.0, rows[1] - rows[0]) + self._seconds_of_drafting(work)
 
     def _model(self, work: VerifyingWork) -> float:
         """By the cost model, or if it knows nothing by rows alone."""
