@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from jaxllm.types import Request
 
 _FORGETS = 0.9
-_PRIOR, _PRIOR_TRIALS = 0.5, 8.0
+_PRIOR = 0.5
+_TRIALS_OF_ALL = 8.0
+"""What is known of all requests counts as so many drafts of one."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -23,9 +25,9 @@ class Acceptance:
         self.num_tried = self.num_tried * _FORGETS + num_tried
         self.num_right = self.num_right * _FORGETS + num_right
 
-    def rate(self, prior: float) -> float:
-        """How likely the next one is right."""
-        return (self.num_right + prior * _PRIOR_TRIALS) / (self.num_tried + _PRIOR_TRIALS)
+    def rate(self, prior: float, num_trials: float = 2.0) -> float:
+        """How likely the next one is right; what was thought before counts as so many."""
+        return (self.num_right + prior * num_trials) / (self.num_tried + num_trials)
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,7 +63,7 @@ class History(Acceptances):
 
     def rate(self, of_all: Acceptances, was_right: bool) -> float:
         """How likely the next draft is right, after right ones or others; as of all while few are known."""
-        return self.after(was_right).rate(of_all.after(was_right).rate(_PRIOR))
+        return self.after(was_right).rate(of_all.after(was_right).rate(_PRIOR), _TRIALS_OF_ALL)
 
     def add(self, num_drafts: int, num_right: int, of_all: Acceptances) -> None:
         """Take so many drafts, of which the first so many were right, for those of all requests, too."""

@@ -17,7 +17,8 @@ class Regime:
     was clear. So little is lost, and a change of the load is noticed.
 
     Args:
-        num_ways: of how many. Each is tried once, in order; the last is taken to be the best so far.
+        num_ways: of how many. Each is tried once, in order. The last is the best as long as no other one is
+            clearly faster (`_CREDIT`).
 
     Attributes:
         way: which one to take now.
