@@ -77,6 +77,7 @@ class Speculation:
         self.counts = SpeculationCounts()
         self._all = Acceptances()
         self._histories: dict[str, History] = {}
+        self._ended: dict[str, History] = {}  # of those whose last drafts may not be told of yet
         self._ledger: Ledger | None = None
         self._num_fruitful = 0.0  # of each asking, by and by
         self._share = _FIRST_SHARE  # of requests for which something is proposed, by and by
@@ -108,6 +109,7 @@ class Speculation:
 
         Where the device can draft by itself it is only said how many, and how many after wrong ones.
         """
+        self._ended.clear()
         if not plan.decodes:
             return
         looks_up = self._looks_up(plan, state) and not any(one.num_in_flight for one in state.running)
@@ -123,7 +125,7 @@ class Speculation:
 
     def _lookups(self, request: Request, most: int) -> tuple[int, int, int]:
         """How many drafts a request gets at first, after all were right, and after others."""
-        history, depth = self._histories[request.request_id], self.policy.depth
+        history, depth = self._histories.get(request.request_id) or History(), self.policy.depth
         right, wrong = (depth(most, history.rate(self._all, was_right)) for was_right in (True, False))
         return right if history.was_right else wrong, right, wrong
 
@@ -258,11 +260,8 @@ class Speculation:
 
     def verified(self, request: Request, verified: Verified) -> None:
         """Note what became of a request's drafts."""
-        history = self._histories.get(request.request_id)
-        if history is None:
-            history = History()
-            if not request.is_finished:
-                self._histories[request.request_id] = history
+        histories = self._ended if request.is_finished else self._histories
+        history = histories.setdefault(request.request_id, History())
         history.proposed = ()
         for num_drafted, num_kept in verified:
             if not num_drafted:
@@ -274,7 +273,9 @@ class Speculation:
 
     def ended(self, request: Request, *, is_whole: bool) -> None:
         """Let go of what is kept of a request."""
-        self._histories.pop(request.request_id, None)
+        history = self._histories.pop(request.request_id, None)
+        if history is not None:
+            self._ended[request.request_id] = history
         self.proposer.forget(request)
 
     def observe(self, scheduled: SchedulerOutput, now: float, looked_up: Sequence[Verified] = ()) -> None:
@@ -323,7 +324,7 @@ class Speculation:
                     measured_seconds=seconds,
                 )
             )
-        if seconds is not None and not self._has_read:
+        if seconds is not None and num_decodes and not self._has_read:
             num_tokens = num_decodes * num_steps // num_parts + num_kept
             self.policy.observe(work, num_steps, num_tokens, seconds)
         self._has_read = False

@@ -99,14 +99,15 @@ def measure(llms: dict[str, LLM], kind: str, streams: int, num_tokens: int, repe
     yielded, same = dict.fromkeys(llms, 0.0), dict.fromkeys(llms, True)
     shuffle = random.Random(0)
     for turn in range(repeats + 1):
-        expected: list[list[int]] = []
+        outputs: dict[str, list[list[int]]] = {}
         for name in shuffle.sample(list(llms), len(llms)):
             speed, per_step, tokens = one_run(llms[name], kind, streams, num_tokens)
-            expected = expected or tokens
-            same[name] &= tokens == expected
+            outputs[name] = tokens
             if turn:
                 speeds[name].append(speed)
                 yielded[name] += per_step / repeats
+        for name, tokens in outputs.items():
+            same[name] &= tokens == outputs["off"]
     return {
         "kind": kind,
         "streams": streams,

@@ -25,6 +25,7 @@ from jaxllm.types import (
 )
 
 _SECONDS_AT_A_TIME = 0.05
+_LEAST_SECONDS = 1e-6  # of a decode step, whatever a clock says
 _SECONDS_OF_FILES = 0.01
 """How long an idle engine waits for files before it looks at its requests again."""
 _SECONDS_OF_MASKS = 0.005
@@ -257,7 +258,7 @@ class Loop:
         if self._num_scheduler_steps is not None:
             return self._num_scheduler_steps
         most = min(MAX_DECODE_STEPS, self._executor.max_decode_steps)
-        return max(1, min(most, int(_SECONDS_AT_A_TIME / self._decode_seconds)))
+        return max(1, min(most, int(_SECONDS_AT_A_TIME / max(self._decode_seconds, _LEAST_SECONDS))))
 
     def _foresee_drafts(self, speculation: Speculation) -> None:
         """Read what is in flight if drafts are to follow it."""

@@ -186,6 +186,8 @@ class ModelExecutor(Worker):
         slots = [slot_of(request) for request in scheduled.decode]
         key = self._choice.key(scheduled, slots)
         packed, tables = self._slots.pack(key, scheduled, slots)
+        if isinstance(packed, jax.Array):
+            packed = jax.device_put(packed, self._placement.stages[0].sharding())
         for slot, table in tables:
             self.set_slot(slot, None, table)
         asked = self._slots.sampling[[slot_of(request) for request in scheduled.sampled]]

@@ -17,8 +17,8 @@ class Regime:
     was clear. So little is lost, and a change of the load is noticed.
 
     Args:
-        num_ways: of how many. Each is tried once, in order. The last is the best as long as no other one is
-            clearly faster (`_CREDIT`).
+        num_ways: of how many. It begins with the last, which is the best as long as no other one is clearly
+            faster (`_CREDIT`).
 
     Attributes:
         way: which one to take now.
@@ -26,7 +26,7 @@ class Regime:
 
     def __init__(self, num_ways: int) -> None:
         """Nothing was measured."""
-        self.way, self._best = 0, num_ways - 1
+        self.way = self._best = num_ways - 1
         self._totals = [(0.0, 0.0)] * num_ways  # work and seconds, what was before counts less
         self._patience = [_FIRST_PATIENCE] * num_ways
         # Windows of the best, until each is tried again; soon, for the first time tells least.
@@ -46,7 +46,7 @@ class Regime:
         speed, (done, seconds) = self._done / self._seconds, self._totals[self.way]
         self._totals[self.way] = _KEPT * done + self._done, _KEPT * seconds + self._seconds
         self._done = self._seconds = 0.0
-        way = self._next(speed)
+        way = self._next(speed, is_first=not done)
         self._skips, self.way = way != self.way, way
 
     def _suffices(self) -> bool:
@@ -56,8 +56,8 @@ class Regime:
         done, seconds = self._totals[self._best]
         return self._done >= _TRIAL or 0.0 < 2 * _TRIAL * seconds <= self._seconds * done
 
-    def _next(self, newest: float) -> int:
-        """What to do in the next window, after one of this speed."""
+    def _next(self, newest: float, *, is_first: bool) -> int:
+        """What to do in the next window, after one of this speed, the first of its way or not."""
         for way, (done, _) in enumerate(self._totals):
             if not done:
                 return way
@@ -67,7 +67,7 @@ class Regime:
         if best != self._best:
             self._patience[self._best] = self._num_left[self._best] = _FIRST_PATIENCE
             self._best = best
-        elif self.way != best:
+        elif self.way != best and not is_first:
             longer = 4 if speeds[best] > _CLEAR * speeds[self.way] else 2
             patience = min(longer * self._patience[self.way], _MOST_PATIENCE)
             self._patience[self.way] = patience if newest < speeds[best] else 1

@@ -145,6 +145,13 @@ class BelowBatch:
 
 
 _ROWS = 32.0
+
+
+def _by_rows(num_rows: int) -> float:
+    """What an iteration takes where no model knows, in units of one that computes nothing."""
+    return 1.0 + num_rows / _ROWS
+
+
 _NONE, _ALL, _BY_COST = range(3)
 _LEAST_SHARE = 0.1  # of an iteration that is not for drafting, whatever that is said to take
 
@@ -310,8 +317,13 @@ class ByCost:
         prompts, decodes = iteration.num_prompt_tokens, (iteration.num_decodes, iteration.num_context_tokens)
         if not prompts:
             return self.seconds(work) - self.seconds(VerifyingWork(work.num_decodes))
-        rows = [self._costs.step_seconds(*decodes, prompts + count, 1) for count in (0, work.num_drafts)]
-        return max(0.0, rows[1] - rows[0]) + self._seconds_of_drafting(work)
+        plain = VerifyingWork(work.num_decodes)
+        without, with_drafts = (
+            self._costs.step_seconds(*decodes, prompts + count, 1) or _by_rows(decodes[0] + prompts + count)
+            for count in (0, work.num_drafts)
+        )
+        correction = self.seconds(plain) / self._model(plain)
+        return max(0.0, with_drafts - without) * correction + self._seconds_of_drafting(work)
 
     def _model(self, work: VerifyingWork) -> float:
         """By the cost model, or if it knows nothing by rows alone."""
@@ -323,6 +335,6 @@ class ByCost:
                 rows = work.num_verified + work.num_drafts
                 chunks = rows, work.num_verified, work.num_verified * self._context
             seconds = self._costs.step_seconds(num_plain, num_plain * self._context, *chunks)
-            seconds = seconds or 1.0 + (work.num_decodes + work.num_drafts) / _ROWS
+            seconds = seconds or _by_rows(work.num_decodes + work.num_drafts)
             self._predicted[work] = seconds
         return seconds

@@ -243,6 +243,25 @@ def test_another_model_drafts_and_nothing_changes(llm, answers):
     assert model.num_free_blocks == model.config.num_gpu_blocks == llm.executor.num_gpu_blocks
 
 
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_who_asks_for_more_gets_it_of_drafts_on_the_device(llm, alike, is_alike):
+    """What is sampled apart depends on the drafts before it, beside others that nobody has looked at."""
+    common = {"max_tokens": 20, "ignore_eos": True}
+    params = [
+        GREEDY,
+        SamplingParams(temperature=0, repetition_penalty=1.4, logprobs=2, **common),
+        SamplingParams(temperature=0.8, seed=3, presence_penalty=0.7, top_p=0.9, **common),
+        SamplingParams(temperature=0, logit_bias={5: 2.0, 9: -3.0}, prompt_logprobs=1, **common),
+        SamplingParams(temperature=0.9, seed=8, min_p=0.05, frequency_penalty=0.4, **common),
+        SamplingParams(temperature=0.7, seed=4, **common),
+    ]
+    expected = run(engine_of(llm, None), PROMPTS, params)
+    engine = engine_of(llm, alike if is_alike else llm.executor.drafter)
+    found = run(engine, PROMPTS, params)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert engine.scheduler.speculation.counts.num_drafted > 0
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     script=st.lists(st.integers(0, 59), min_size=5, max_size=20),

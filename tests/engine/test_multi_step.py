@@ -171,6 +171,13 @@ def test_what_few_steps_take_is_believed(llm, prompts):
     assert engine.scheduler.allowed[:4] == [1, 1, 8, 8]
 
 
+def test_a_clock_that_stands_still_stops_nobody(llm, prompts):
+    engine = make_engine(llm, async_scheduling=False, num_scheduler_steps=None)
+    engine.loop._clock = lambda: 0.0
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    assert len(run(engine, prompts[:1], params)[0].token_ids) == 12
+
+
 @pytest.mark.parametrize("wrong", [0, -3, True, 2.5, "8", 9])
 def test_engines_refuse_steps_that_the_executor_does_not_take(llm, wrong):
     with pytest.raises(ConfigError, match="None or an integer from 1 to 8"):

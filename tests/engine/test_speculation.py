@@ -25,6 +25,7 @@ from jaxllm.sched.proposers.ngram import PromptLookup, repeated
 from jaxllm.sched.proposers.suffix import SuffixLookup
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.sched.speculation import Speculation
+from jaxllm.types import PrefillChunk, RequestStatus, SchedulerOutput
 
 EDIT = (
     "def add(a, b):\n    total = a + b\n    return total\n\n\n"
@@ -504,6 +505,40 @@ def test_a_slow_way_is_not_tried_for_long():
     of_trials = [len(list(trial)) for is_slow, trial in itertools.groupby(wasted) if is_slow]
     assert len(of_trials) > 1
     assert set(of_trials[1:]) == {2}  # the first one after a change is not counted
+
+
+class Cheap(NoCosts):
+    def step_seconds(self, num_decodes, num_context, *prompts):
+        return 0.01 + 1e-6 * sum(prompts[:1])
+
+
+def test_drafts_beside_prompts_pay_by_what_they_add():
+    """Though no step without prompts has been measured yet."""
+    beside = IterationRows(8, 800, 64, 200)
+    policy = ByCost(Cheap())
+    assert policy.is_worth_asking(8)
+    assert policy.num_drafts([4] * 8, [0.95] * 8, beside) == [4] * 8
+    assert ByCost(NoCosts()).num_drafts([4] * 8, [0.05] * 8, beside) == [0] * 8
+
+
+def test_what_sampled_nothing_is_not_measured():
+    """Its logits were not finite, and its request ends."""
+    speculation = speculating(PromptLookup(1, 2), policy=ByCost(NoCosts()))
+    request = make_request(4, 20)
+    start = request.num_known_tokens - 1
+    chunk = PrefillChunk(request, start, 3, is_last=True, is_first=False, drafts=(1, 2))
+    for now in (1.0, 2.0):
+        speculation.observe(SchedulerOutput(1, prefill=(chunk,), num_drafts=2), now)
+    assert speculation.policy.predicted(VerifyingWork(1)) is None
+
+
+def test_what_ends_a_request_is_learned_from_as_what_it_follows():
+    speculation, request = speculating(PromptLookup(1, 2)), make_request(4, 20)
+    speculation.verified(request, [(4, 4)])
+    request.status = RequestStatus.FINISHED
+    speculation.ended(request, is_whole=True)
+    speculation.verified(request, [(4, 4)])
+    assert speculation._all.after_right.num_tried == speculation._all.after_wrong.num_tried == 4
 
 
 def test_asking_in_vain_takes_little_time():

@@ -163,7 +163,6 @@ class Drafting:
             request.output_token_ids += [_RIGHT] * (num_right + 1)
             if request.num_known_tokens >= request.max_total_tokens:
                 ended.append(request)
-            else:
-                scheduler.accept(request, [(len(drafts), num_right)])
+            scheduler.accept(request, [(len(drafts), num_right)])
         self.speculation.observe(scheduled, now)
         return ended
