@@ -17,8 +17,8 @@ class Regime:
     was clear. So little is lost, and a change of the load is noticed.
 
     Args:
-        num_ways: of how many. Each is tried once, the second before the first. The last is the best as long as
-            no other one is clearly faster (`_CREDIT`).
+        num_ways: of how many. Each is tried once, the second before the first. The last is the best as long
+            as no other one is clearly faster (`_CREDIT`).
 
     Attributes:
         way: which one to take now.

@@ -322,7 +322,7 @@ def test_the_ledger_tells_what_became_of_drafts(llm, alone, tmp_path):
     counts, read = speculation.counts, read_ledger(path)
     columns = read.columns("verifications")
     assert (
-        columns["num_drafted"].sum() == counts.num_drafted > columns["num_kept"].sum() == counts.num_kept > 0
+        columns["num_drafted"].sum() == counts.num_drafted >= columns["num_kept"].sum() == counts.num_kept > 0
     )
     assert columns["num_verified"].sum() == counts.num_verifications
     assert np.all(columns["expected_kept"] < columns["num_drafted"])
