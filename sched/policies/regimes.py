@@ -50,11 +50,14 @@ class Regime:
         self._skips, self.way = way != self.way, way
 
     def _suffices(self) -> bool:
-        """Whether a window is at its end, or a trial, of a slow way once the best had done twice as much."""
+        """Whether a window or a trial is at its end, a slow one once the fastest had done twice as much."""
         if self.way == self._best:
             return self._done >= _WINDOW
-        done, seconds = self._totals[self._best]
-        return self._done >= _TRIAL or 0.0 < 2 * _TRIAL * seconds <= self._seconds * done
+        known = [one for one in self._totals if one[0]]
+        if not known:
+            return True
+        done, seconds = max(known, key=lambda one: one[0] / one[1])
+        return self._done >= _TRIAL or 2 * _TRIAL * seconds <= self._seconds * done
 
     def _next(self, newest: float, *, is_first: bool) -> int:
         """What to do in the next window, after one of this speed, the first of its way or not."""

@@ -314,10 +314,17 @@ class Linear:
 def test_drafts_that_take_too_long_are_not_drafted():
     rows = IterationRows(1, 100, 0, 64)
     for seconds, pays in ((0.05, True), (0.5, False)):
-        policy = ByCost(Linear(), drafting=lambda _, count, each=seconds: each * count)
+        policy = predicting(drafting=lambda _, count, each=seconds: each * count)
         assert (policy.num_drafts([4], [0.5], rows)[0] > 0) == pays
-    free = ByCost(Linear()).num_drafts([8], [0.7], rows)[0]
-    assert ByCost(Linear(), drafting=lambda _, count: 0.1 * count).num_drafts([8], [0.7], rows)[0] < free
+    free = predicting().num_drafts([8], [0.7], rows)[0]
+    assert predicting(drafting=lambda _, count: 0.1 * count).num_drafts([8], [0.7], rows)[0] < free
+
+
+def predicting(**settings):
+    """A policy that goes by what it predicts, not by what it tries."""
+    policy = ByCost(Linear(), **settings)
+    policy._regime(1).way = 2
+    return policy
 
 
 class Computing:
