@@ -107,7 +107,7 @@ class Speculation:
     def draft(self, plan: Plan, state: SchedulerState) -> None:
         """Add drafts of the running requests whose tokens are all known, within what a plan leaves.
 
-        Where the device can draft by itself it is only said how many, and how many after wrong ones.
+        Where the device can draft by itself it is only said how many: at first, after right ones and others.
         """
         self._ended.clear()
         if not plan.decodes:

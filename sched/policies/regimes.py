@@ -17,8 +17,8 @@ class Regime:
     was clear. So little is lost, and a change of the load is noticed.
 
     Args:
-        num_ways: of how many. Each is tried once, the second before the first. The last is the best as long
-            as no other one is clearly faster (`_CREDIT`).
+        num_ways: of how many. Each is tried once, in order. The last is the best as long as no other one is
+            clearly faster (`_CREDIT`).
 
     Attributes:
         way: which one to take now.
@@ -26,7 +26,7 @@ class Regime:
 
     def __init__(self, num_ways: int) -> None:
         """Nothing was measured."""
-        self.way, self._best = 1, num_ways - 1
+        self.way, self._best = 0, num_ways - 1
         self._totals = [(0.0, 0.0)] * num_ways  # work and seconds, what was before counts less
         self._patience = [_FIRST_PATIENCE] * num_ways
         # Windows of the best, until each is tried again; soon, for the first time tells least.

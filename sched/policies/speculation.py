@@ -152,7 +152,8 @@ def _by_rows(num_rows: int) -> float:
     return 1.0 + num_rows / _ROWS
 
 
-_NONE, _ALL, _BY_COST = range(3)
+_ALL, _NONE, _BY_COST = range(3)
+"""Ways of drafting, in the order in which they are tried first."""
 _LEAST_SHARE = 0.1  # of an iteration that is not for drafting, whatever that is said to take
 
 
@@ -259,6 +260,7 @@ class ByCost:
         )
         num_decodes, deepest, share = iteration.num_decodes, max(proposed), iteration.share
         plain = self.seconds(VerifyingWork(num_decodes))
+        added = self._adding(plain, iteration)
         trust = self._trust if is_measured else 1.0
         best = (1.0 + self._margin) * num_decodes / plain
         num_best, ranked_best = 0, ranked
@@ -272,7 +274,7 @@ class ByCost:
                     continue  # a few of them are enough to find the best
                 rows = math.ceil(num_verified * share), math.ceil(count * share)
                 work = VerifyingWork(num_decodes, *rows, depth, iteration.looks_up)
-                value = expected / (plain + self._added(work, iteration) * trust)
+                value = expected / (plain + added(work) * trust)
                 if value > best:
                     best, num_best, ranked_best = value, count, found
         counts = [0] * len(proposed)
@@ -302,8 +304,7 @@ class ByCost:
     def seconds(self, work: VerifyingWork) -> float:
         """Predicted, as measured; what was never done takes what other ways of it make likely."""
         way, size = work.kind
-        measured = (one for one in (self._corrections[way], *self._corrections.values()) if one)
-        correction = next(measured, self._corrections[way])
+        correction = self._corrections[way] or next(filter(None, self._corrections.values()), Correction())
         return self._model(work) * correction.factor(size) + self._seconds_of_drafting(work)
 
     def _seconds_of_drafting(self, work: VerifyingWork) -> float:
@@ -312,18 +313,20 @@ class ByCost:
         depth = work.depth or -(-work.num_drafts // work.num_verified)
         return self._drafting(work.num_verified, depth) or 0.0
 
-    def _added(self, work: VerifyingWork, iteration: IterationRows) -> float:
-        """Seconds that drafts add to an iteration; beside prompts rows are not as cheap as where none are."""
-        prompts, decodes = iteration.num_prompt_tokens, (iteration.num_decodes, iteration.num_context_tokens)
-        if not prompts:
-            return self.seconds(work) - self.seconds(VerifyingWork(work.num_decodes))
-        plain = VerifyingWork(work.num_decodes)
-        without, with_drafts = (
-            self._costs.step_seconds(*decodes, prompts + count, 1) or _by_rows(decodes[0] + prompts + count)
-            for count in (0, work.num_drafts)
+    def _adding(self, plain: float, iteration: IterationRows) -> Callable[[VerifyingWork], float]:
+        """Says what drafts add to the `plain` seconds; beside prompts rows are not as cheap as elsewhere."""
+        if not iteration.num_prompt_tokens:
+            return lambda work: self.seconds(work) - plain
+        decodes = iteration.num_decodes, iteration.num_context_tokens
+
+        def seconds(num_drafts: int) -> float:
+            rows = iteration.num_prompt_tokens + num_drafts
+            return self._costs.step_seconds(*decodes, rows, 1) or _by_rows(iteration.num_decodes + rows)
+
+        without, correction = seconds(0), plain / self._model(VerifyingWork(iteration.num_decodes))
+        return lambda work: (
+            max(0.0, seconds(work.num_drafts) - without) * correction + self._seconds_of_drafting(work)
         )
-        correction = self.seconds(plain) / self._model(plain)
-        return max(0.0, with_drafts - without) * correction + self._seconds_of_drafting(work)
 
     def _model(self, work: VerifyingWork) -> float:
         """By the cost model, or if it knows nothing by rows alone."""

@@ -25,7 +25,7 @@ from jaxllm.executor.draft_programs import ModelCore
 from jaxllm.executor.drafted import DraftBatch, Drafted, DraftPlaces
 from jaxllm.executor.drafter import CompiledAhead, DraftTimes
 from jaxllm.sched.policies import SchedulerPolicy
-from jaxllm.sched.policies.speculation import AsProposed, ByCost, IterationRows
+from jaxllm.sched.policies.speculation import _BY_COST, AsProposed, ByCost, IterationRows
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.sched.speculation import Speculation
 from jaxllm.types import RequestStatus
@@ -323,7 +323,7 @@ def test_drafts_that_take_too_long_are_not_drafted():
 def predicting(**settings):
     """A policy that goes by what it predicts, not by what it tries."""
     policy = ByCost(Linear(), **settings)
-    policy._regime(1).way = 2
+    policy._regime(1).way = _BY_COST
     return policy
 
 

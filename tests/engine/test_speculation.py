@@ -13,19 +13,17 @@ from scheduler_helpers import make_request
 from jaxllm import BeamSearchParams, SamplingParams
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.ledgers import read_ledger
+from jaxllm.engine.scheduling import UnknownCosts
 from jaxllm.engine.speculation import SpeculativeConfig
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.loading.checkpoints import demo_model_path
-from jaxllm.sched.acceptance import Acceptance
 from jaxllm.sched.ledger import Ledger, VerificationRecord
 from jaxllm.sched.policies import SchedulerPolicy, SeparateIterations
-from jaxllm.sched.policies.regimes import Regime
-from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost, IterationRows, VerifyingWork
+from jaxllm.sched.policies.speculation import AsProposed, ByCost
 from jaxllm.sched.proposers.ngram import PromptLookup, repeated
 from jaxllm.sched.proposers.suffix import SuffixLookup
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.sched.speculation import Speculation
-from jaxllm.types import PrefillChunk, RequestStatus, SchedulerOutput
 
 EDIT = (
     "def add(a, b):\n    total = a + b\n    return total\n\n\n"
@@ -313,7 +311,7 @@ def test_the_ledger_tells_what_became_of_drafts(llm, alone, tmp_path):
     path = tmp_path / "ledger.jsonl"
     with path.open("w") as file:
         ledger = Ledger(file)
-        speculation = speculating(Knowing(answers_of(alone), [MOST, 0, 2, 1]), policy=ByCost(NoCosts()))
+        speculation = speculating(Knowing(answers_of(alone), [MOST, 0, 2, 1]), policy=ByCost(UnknownCosts()))
         config = llm.engine.scheduler.config
         scheduler = Scheduler(config, ledger=ledger, speculation=speculation)
         engine = engine_of(llm, scheduler=scheduler, clock=itertools.count(0.0, 1.0).__next__)
@@ -418,163 +416,7 @@ def test_what_repeats_goes_round():
     assert repeated([9, 1, 2, 3], 1, 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
-# Policies and settings
-
-
-def test_none_from_a_batch_size_on():
-    policy = BelowBatch(4, AsProposed())
-    assert policy.is_worth_asking(3)
-    assert not policy.is_worth_asking(4)
-
-
-MEASURED = {1: 1.0, 2: 1.09, 4: 1.21, 8: 1.30, 16: 1.54, 32: 1.89, 64: 3.24, 128: 6.0, 640: 30.0}
-"""What steps of so many rows take, relative, of a small model on two cores of a processor."""
-
-
-class NoCosts:
-    def step_seconds(self, *work):
-        return 0.0
-
-
-FLAT = {1: 1.0, 64: 1.05, 256: 1.3, 512: 2.0, 640: 2.4}
-"""Where more rows cost little, as on GPUs."""
-MOST_ROWS = 512
-
-
-def tokens_a_second(policy, batch, rate, table, num_steps=1600):
-    """Of requests whose drafts are right with a probability each, in steps that take what a table says."""
-    random, tokens, seconds, places = np.random.default_rng(5), 0, 0.0, np.arange(MOST)
-    for step in range(num_steps):
-        counts = np.zeros(batch, int)
-        if policy.is_worth_asking(batch):
-            rows = IterationRows(batch, batch * 100, 0, MOST_ROWS)
-            counts = np.array(policy.num_drafts([MOST] * batch, [rate] * batch, rows))
-        took = float(np.interp(batch + counts.sum(), list(table), list(table.values())))
-        took *= random.uniform(0.9, 1.1)
-        is_right = (random.random((batch, MOST)) < rate) & (places < counts[:, None])
-        kept = batch + int(np.cumprod(is_right, axis=1).sum())
-        policy.observe(VerifyingWork(batch, int((counts > 0).sum()), int(counts.sum())), 1, kept, took)
-        if step >= num_steps // 2:
-            seconds += took
-            tokens += kept
-    return tokens / seconds
-
-
-class Fixed(AsProposed):
-    def __init__(self, count):
-        self.count = count
-
-    def num_drafts(self, proposed, acceptance, iteration):
-        return [self.count] * len(proposed)
-
-
-@pytest.mark.parametrize("batch", [1, 8, 64])
-@pytest.mark.parametrize("rate", [0.05, 0.3, 0.6, 0.8, 0.95])
-@pytest.mark.parametrize("table", [MEASURED, FLAT], ids=["processor", "flat"])
-def test_by_cost_is_as_good_as_the_best_fixed_number(batch, rate, table):
-    """Though nothing tells it what steps take but the steps themselves."""
-    best = max(tokens_a_second(Fixed(count), batch, rate, table) for count in (0, 3, 5, 8))
-    assert tokens_a_second(ByCost(NoCosts()), batch, rate, table) > 0.97 * best
-
-
-@pytest.mark.parametrize("seconds", list(itertools.permutations([1.0, 1.05, 2.0])))
-def test_the_fastest_way_is_taken_nearly_always(seconds):
-    """And the others are tried, ever more rarely."""
-    regime, random = Regime(3), np.random.default_rng(3)
-
-    def taken(seconds):
-        ways = []
-        for _ in range(4000):
-            ways.append(regime.way)
-            regime.observe(8, seconds[regime.way] * random.uniform(0.99, 1.01))
-        return ways
-
-    ways = taken(seconds)
-    assert np.mean(np.array(ways[1000:]) == np.argmin(seconds)) > 0.95
-    assert set(ways[1000:]) == {0, 1, 2}
-    ways = taken(seconds[::-1])  # and now another one is
-    assert np.mean(np.array(ways[-2000:]) == np.argmin(seconds[::-1])) > 0.95
-
-
-def test_a_slow_way_is_not_tried_for_long():
-    """As long as the best takes for a trial and another, not until it has done as much."""
-    regime, wasted = Regime(3), []
-    for _ in range(2000):
-        wasted += [way == 1 for way in [regime.way]]
-        regime.observe(1, 50.0 if regime.way == 1 else 1.0)
-    of_trials = [len(list(trial)) for is_slow, trial in itertools.groupby(wasted) if is_slow]
-    assert len(of_trials) > 1
-    assert set(of_trials[1:]) == {2}  # the first one after a change is not counted
-
-
-class Cheap(NoCosts):
-    def step_seconds(self, num_decodes, num_context, *prompts):
-        return 0.01 + 1e-6 * sum(prompts[:1])
-
-
-def test_drafts_beside_prompts_pay_by_what_they_add():
-    """Though no step without prompts has been measured yet."""
-    beside = IterationRows(8, 800, 64, 200)
-    policy = ByCost(Cheap())
-    assert policy.is_worth_asking(8)
-    assert policy.num_drafts([4] * 8, [0.95] * 8, beside) == [4] * 8
-    assert ByCost(NoCosts()).num_drafts([4] * 8, [0.05] * 8, beside) == [0] * 8
-
-
-def test_what_sampled_nothing_is_not_measured():
-    """Its logits were not finite, and its request ends."""
-    speculation = speculating(PromptLookup(1, 2), policy=ByCost(NoCosts()))
-    request = make_request(4, 20)
-    start = request.num_known_tokens - 1
-    chunk = PrefillChunk(request, start, 3, is_last=True, is_first=False, drafts=(1, 2))
-    for now in (1.0, 2.0):
-        speculation.observe(SchedulerOutput(1, prefill=(chunk,), num_drafts=2), now)
-    assert speculation.policy.predicted(VerifyingWork(1)) is None
-
-
-def test_what_ends_a_request_is_learned_from_as_what_it_follows():
-    speculation, request = speculating(PromptLookup(1, 2)), make_request(4, 20)
-    speculation.verified(request, [(4, 4)])
-    request.status = RequestStatus.FINISHED
-    speculation.ended(request, is_whole=True)
-    speculation.verified(request, [(4, 4)])
-    assert speculation._all.after_right.num_tried == speculation._all.after_wrong.num_tried == 4
-
-
-def test_asking_in_vain_takes_little_time():
-    policy = ByCost(NoCosts(), share=0.01)
-    num_asked = 0
-    for _ in range(1000):
-        policy.observe(VerifyingWork(8), 1, 8, 0.01)
-        if policy.is_worth_asking(8):
-            num_asked += 1
-            policy.asked(0.001, is_fruitful=False)
-    assert 50 < num_asked < 200
-    policy.asked(0.001, is_fruitful=True)
-    assert policy.is_worth_asking(8)
-
-
-def test_who_copies_is_expected_to_go_on():
-    speculation, request = speculating(PromptLookup(1, 2)), make_request(4, 20)
-    for _ in range(10):
-        speculation.verified(request, [(4, 4), (4, 4), (4, 4), (4, 4), (4, 0), (4, 0), (4, 0), (4, 0)])
-    assert speculation._rate(request) < 0.6
-    speculation.verified(request, [(1, 1)])
-    assert speculation._rate(request) > 0.7
-    other = make_request(4, 20)  # as all are
-    speculation.verified(other, [(1, 1)])
-    assert speculation._rate(other) > 0.7
-
-
-def test_acceptance_follows_what_happens():
-    history = Acceptance()
-    assert history.rate(0.5) == 0.5
-    for _ in range(30):
-        history.add(4, 4)
-    assert history.rate(0.5) > 0.95
-    for _ in range(60):
-        history.add(1, 0)
-    assert history.rate(0.5) < 0.15
+# Settings
 
 
 @pytest.mark.parametrize(

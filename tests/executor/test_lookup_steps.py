@@ -18,11 +18,11 @@ from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.policies.speculation import (
+    _BY_COST,
     AsProposed,
     BelowBatch,
     ByCost,
     IterationRows,
-    VerifyingWork,
 )
 from jaxllm.sched.proposers.ngram import PromptLookup
 from jaxllm.sched.speculation import Speculation
@@ -306,9 +306,7 @@ def test_counts_and_the_ledger_tell_the_truth(llm, expected):
 def test_where_the_cost_decides_others_are_as_likely_as_those_it_was_asked_about():
     assert AsProposed().depth(5, 0.1) == BelowBatch(3, AsProposed()).depth(5, 0.1) == 5
     policy = ByCost(Linear())
-    for _ in range(40):  # until all ways of it are known
-        policy.observe(VerifyingWork(1), 1, 1, 1.0)
-        policy.observe(VerifyingWork(1, 1, 5), 1, 4, 1.5)
+    policy._regime(1).way = _BY_COST
     assert policy.num_drafts([MOST], [0.9], IterationRows(1, 9, 0, 64)) == [MOST]
     assert policy.depth(MOST, 0.95) == MOST
     assert [policy.depth(MOST, rate) for rate in (0.6, 0.0)] == [1, 1]
