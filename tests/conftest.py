@@ -35,8 +35,22 @@ settings.register_profile("long", max_examples=2500, deadline=None)  # --hypothe
 settings.load_profile("jaxllm")
 
 
+_MAPS, _MAX_MAPS = Path("/proc/self/maps"), 16_000
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _garbage():
-    """What earlier tests have left, caches of programs above all, is not looked through again and again."""
+    """What earlier tests have left, caches of programs above all, is not looked through again and again.
+
+    It is let go of before programs take all the areas of memory that a process may map (65,530 on Linux).
+    """
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MAX_MAPS:
+        import jax  # not before its settings are made
+
+        from jaxllm.executor.shared_programs import SHARED
+
+        gc.unfreeze()
+        jax.clear_caches()
+        SHARED.settings()  # those of engines are let go of when somebody asks after them next
     gc.collect()
     gc.freeze()
