@@ -24,7 +24,7 @@ class Iteration:
 
     _decode: tuple[Request, ...] = ()
     _num_steps, _num_context_tokens, _num_drafts = 1, 0, 0
-    _lookups: tuple[tuple[int, int, int], ...] = ()
+    _num_lookups: int = 0
 
     def __init__(self, state: SchedulerState, ledger: Ledger | None, step_id: int, now: float) -> None:
         """Nothing yet."""
@@ -38,7 +38,7 @@ class Iteration:
     def apply(self, plan: Plan, max_decode_steps: int) -> None:
         """Do what the plan says, in the order that it assumes."""
         state = self._state
-        if plan.lookups and self._look_up(plan):
+        if plan.num_lookups and self._look_up(plan):
             return
         self._num_steps = self._num_decode_steps(plan, max_decode_steps)
         state.progress.num_iterations += self._num_steps
@@ -91,7 +91,7 @@ class Iteration:
             num_decode_steps=self._num_steps,
             num_context_tokens=self._num_context_tokens,
             num_drafts=self._num_drafts,
-            lookups=self._lookups,
+            num_lookups=self._num_lookups,
         )
         if self._ledger is not None:
             self._ledger.step(self._record(output))
@@ -264,18 +264,18 @@ class Iteration:
     def _look_up(self, plan: Plan) -> bool:
         """Schedule iterations that draft on the device, as many as there are blocks for; whether any are."""
         state, requests = self._state, self._state.running.requests
-        for num_steps in range(plan.num_lookups, 0, -1):
+        for num_steps in range(plan.num_lookup_steps, 0, -1):
             stops = [
-                (one, min(one.max_total_tokens, one.num_tokens + num_steps * (max(counts) + 1)))
-                for one, counts in zip(requests, plan.lookups, strict=True)
+                (one, min(one.max_total_tokens, one.num_tokens + num_steps * (plan.num_lookups + 1)))
+                for one in requests
             ]
             if sum([state.num_missing(one, stop - 1) for one, stop in stops]) <= state.pool.num_free:
                 break
         else:
             return False
         self._num_steps, self._decode = num_steps, tuple(requests)
-        self._lookups = plan.lookups
-        self._num_drafts = num_steps * sum(map(max, plan.lookups))
+        self._num_lookups = plan.num_lookups
+        self._num_drafts = num_steps * plan.num_lookups * len(requests)
         self._num_context_tokens = state.running.num_tokens
         state.progress.num_iterations += num_steps
         for request, stop in stops:

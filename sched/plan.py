@@ -43,8 +43,8 @@ class Plan:
         fetching: those of them that copy what they find in host memory, and how.
         reserved: the request that is the only one to take blocks, since it was passed over so often.
         drafts: running requests whose next tokens are verified as drafts, and these.
-        lookups: how the device drafts by itself instead (`SchedulerOutput.lookups`), in order of arrival.
-        num_lookups: in how many iterations.
+        num_lookups: how many tokens of each the device drafts by itself instead, if any.
+        num_lookup_steps: in how many iterations.
         is_repeatable: whether the next iteration would be the same, if nothing happens, while blocks suffice.
     """
 
@@ -57,8 +57,8 @@ class Plan:
     fetching: dict[Request, ResumeDecision] = dataclasses.field(default_factory=dict)
     reserved: Request | None = None
     drafts: list[tuple[Request, Sequence[int]]] = dataclasses.field(default_factory=list)
-    lookups: tuple[tuple[int, int, int], ...] = ()
     num_lookups: int = 0
+    num_lookup_steps: int = 0
     is_repeatable: bool = True
 
     def is_calm(self, state: SchedulerState) -> bool:

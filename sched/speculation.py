@@ -107,7 +107,7 @@ class Speculation:
     def draft(self, plan: Plan, state: SchedulerState) -> None:
         """Add drafts of the running requests whose tokens are all known, within what a plan leaves.
 
-        Where the device can draft by itself it is only said how many: at first, after right ones and others.
+        Where the device can draft by itself it is only said how many: its rows are computed, used or not.
         """
         self._ended.clear()
         if not plan.decodes:
@@ -117,17 +117,9 @@ class Speculation:
         if not (looks_up and drafts):
             plan.drafts = drafts
             return
-        most = self._most_each(state)
-        plan.lookups = tuple([self._lookups(request, most) for request in state.running.requests])
-        plan.num_lookups = self.lookup_steps
+        plan.num_lookups, plan.num_lookup_steps = self._most_each(state), self.lookup_steps
         if self._share * self._expected_kept < _SURELY:
-            plan.num_lookups = min(_TRIED_STEPS, self.lookup_steps)
-
-    def _lookups(self, request: Request, most: int) -> tuple[int, int, int]:
-        """How many drafts a request gets at first, after all were right, and after others."""
-        history, depth = self._histories.get(request.request_id) or History(), self.policy.depth
-        right, wrong = (depth(most, history.rate(self._all, was_right)) for was_right in (True, False))
-        return right if history.was_right else wrong, right, wrong
+            plan.num_lookup_steps = min(_TRIED_STEPS, self.lookup_steps)
 
     def _most_each(self, state: SchedulerState) -> int:
         """Most drafts of a request where all may have as many."""

@@ -52,7 +52,7 @@ class Recording(Scheduler):
 
     @property
     def lookups(self):
-        return [one for one in self.scheduled if one.lookups]
+        return [one for one in self.scheduled if one.num_lookups]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -79,11 +79,8 @@ class FakeDevice:
         sampled = []
         num_steps = scheduled.num_decode_steps
         assert num_steps == 1 or not scheduled.prefill, "several iterations beside a prompt"
-        if scheduled.lookups:
-            of_requests = [
-                self._look_up(*one, scheduled)
-                for one in zip(scheduled.decode, scheduled.lookups, strict=True)
-            ]
+        if scheduled.num_lookups:
+            of_requests = [self._look_up(request, scheduled) for request in scheduled.decode]
             return [token for turn in zip(*of_requests, strict=True) for places in turn for token in places]
         for num_left in reversed(range(num_steps)):
             sampled += [self._decode(request, request.num_tokens - num_left) for request in scheduled.decode]
@@ -132,9 +129,9 @@ class FakeDevice:
         self._write(request, num_tokens - 2, [newest])
         return self._sample(request, num_tokens)
 
-    def _look_up(self, request, limits, scheduled):
+    def _look_up(self, request, scheduled):
         """What a request samples in iterations in which the device drafts, with as many places in each."""
-        (num_drafts, most, again), width = limits, max(map(max, scheduled.lookups)) + 1
+        most, width = scheduled.num_lookups, scheduled.num_lookups + 1
         tokens, turns = request.token_ids(0, request.num_known_tokens), []
         for turn in range(scheduled.num_decode_steps):
             has_ended = tokens[-1] in request.end_token_ids and len(tokens) > request.num_prompt_tokens
@@ -142,7 +139,7 @@ class FakeDevice:
                 turns.append([NO_TOKEN] * width)
                 continue
             draw = hash((request.arrival_index, len(tokens), turn))
-            count = min(num_drafts, request.num_tokens - len(tokens) - 1) if draw % 5 else 0
+            count = min(most, request.num_tokens - len(tokens) - 1) if draw % 5 else 0
             drafts = []
             for place in range(count):
                 right = next_token([*tokens, *drafts])
@@ -154,7 +151,6 @@ class FakeDevice:
                 kept.append(token)
                 if draft != token or token in request.end_token_ids:
                     break
-            num_drafts = (most if len(kept) == count + 1 else again) if count else num_drafts
             others = [WRONG_DRAFT] * (count + 1 - len(kept)) + [NO_TOKEN] * (width - 1 - count)
             turns.append([*kept, *others])
             tokens += kept

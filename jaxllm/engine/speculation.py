@@ -153,7 +153,7 @@ def judged(
 
     `rows` are its `token_ids` with their requests, if it had no lookups.
     """
-    return looked_up(scheduled, token_ids) if scheduled.lookups else (accepted(scheduled, rows), ())
+    return looked_up(scheduled, token_ids) if scheduled.num_lookups else (accepted(scheduled, rows), ())
 
 
 def accepted(scheduled: SchedulerOutput, rows: Iterable[SampledRow]) -> Iterator[SampledRow]:

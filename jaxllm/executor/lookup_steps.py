@@ -68,7 +68,6 @@ class _Carry(NamedTuple):
     state: DeviceState
     lengths: jax.Array
     is_live: jax.Array
-    num_drafts: jax.Array
     collected: jax.Array
 
 
@@ -92,8 +91,7 @@ def run_lookup_steps(
         config, params, state, slot_params: as of `step.run_decode_steps`.
         decode: the rows; `lengths` are their known tokens, and the block tables have blocks for `limits`.
         limits: [B] int32, how many tokens each may have at the end.
-        num_drafts: [B, 3] int32, most drafts of each in an iteration: at first, after all were right, and
-            after others.
+        num_drafts: int32, most drafts of each in an iteration.
         num_steps: int32, iterations to compute.
         max_steps: the most there may be (static).
         lookup: how drafts are found (static).
@@ -173,9 +171,9 @@ def run_lookup_steps(
         return state, sampled
 
     def body(carry: _Carry) -> _Carry:
-        turn, state, lengths, is_live, most, collected = carry
+        turn, state, lengths, is_live, collected = carry
         drafts, are_there = look_up(state.history[decode.slots], lengths, lookup)
-        room = jnp.minimum(most, limits - lengths - 1)
+        room = jnp.minimum(num_drafts, limits - lengths - 1)
         counts = jnp.where(is_live, 1 + jnp.where(are_there, room, 0), 0)
         state, sampled = lax.platform_dependent(
             state, lengths, drafts, counts, cpu=verify_any, default=verify
@@ -189,16 +187,14 @@ def run_lookup_steps(
         nothing = jnp.where(places < counts[:, None], WRONG_DRAFT, NO_TOKEN)
         collected = collected.at[turn].set(jnp.where(are_kept, sampled, nothing))
         lengths = lengths + kept
-        most = jnp.where(counts > 1, jnp.where(kept == counts, num_drafts[:, 1], num_drafts[:, 2]), most)
         is_live &= ~jnp.any(are_kept & are_ends, axis=1) & (lengths < limits)
-        return _Carry(turn + 1, state, lengths, is_live, most, collected)
+        return _Carry(turn + 1, state, lengths, is_live, collected)
 
     carry = _Carry(
         jnp.int32(0),
         state,
         decode.lengths,
         (decode.lengths > 0) & (decode.lengths < limits),
-        num_drafts[:, 0],
         jnp.full((max_steps, rows, width), NO_TOKEN, jnp.int32),
     )
     carry = lax.while_loop(lambda carry: (carry.turn < num_steps) & jnp.any(carry.is_live), body, carry)

@@ -69,7 +69,7 @@ class ProgramKey(NamedTuple):
         rows, chunks, decodes = self.rows, self.max_chunks, self.num_decodes(max_num_seqs)
         shapes: dict[str, tuple[int, ...]] = {"decode_slots": (decodes,), "decode_lengths": (decodes,)}
         if self.num_lookups:
-            shapes |= {"limits": (decodes,), "num_drafts": (decodes, 3)}
+            shapes |= {"limits": (decodes,), "num_drafts": (1,)}
             return {**shapes, "num_steps": (1,), "new_blocks": (2, decodes * self.new_blocks(block_size))}
         if not chunks:
             return {**shapes, "num_steps": (1,), "new_blocks": (2, decodes)}
@@ -217,7 +217,7 @@ class PackedStep:
     """The inputs of a step: views of parts of one flat int32 array, uploaded at once; padding at first.
 
     `decode_slots`, `decode_lengths` [B] are those of `step_rows.DecodeInputs`, and `num_steps` [1] how many
-    iterations to compute; `limits` [B] and `num_drafts` [B, 3] those of `run_lookup_steps`; `tokens`,
+    iterations to compute; `limits` [B] and `num_drafts` [1] those of `run_lookup_steps`; `tokens`,
     `targets`, `query_starts`, `lengths`, `slots`, `num_seqs` and `sampled` those of
     `step_rows.PrefillInputs`, if there are prompts. `new_blocks` [2, U] are changes of the block tables,
     which stay on the device: places in the flat tables, beyond their end in padding, and the block there.
@@ -299,7 +299,7 @@ def _packed_step(
     inputs: tuple[Any, ...] = decode, prefill
     if prefill is None and key.num_lookups:
         compute = run_lookup_steps
-        inputs = decode, parts["limits"], parts["num_drafts"], parts["num_steps"][0]
+        inputs = decode, parts["limits"], parts["num_drafts"][0], parts["num_steps"][0]
         options["max_steps"] = key.max_decode_steps
     elif prefill is None and key.max_decode_steps > 1:
         compute, inputs = run_decode_steps, (decode, parts["num_steps"][0])

@@ -102,9 +102,9 @@ class Slots:
         count = len(decodes)
         stops, room = [request.num_tokens for request in decodes], 1
         lengths = [stop - num_steps for stop in stops]
-        if scheduled.lookups:
+        if scheduled.num_lookups:
             lengths = [request.num_known_tokens for request in decodes]
-            packed.limits[:count], packed.num_drafts[:count] = stops, scheduled.lookups
+            packed.limits[:count], packed.num_drafts[0] = stops, scheduled.num_lookups
             room = key.new_blocks(block_size)
         packed.decode_slots[:count], packed.decode_lengths[:count] = slots, lengths
         if self._config.max_drafts:  # of rejected ones there may be blocks that were given back
@@ -212,7 +212,7 @@ class ProgramChoice:
             size = buckets.size(num_decodes, scheduled.num_prefill_tokens, len(prefill))
             key = (self._draft_keys if scheduled.num_drafts else self._prompt_keys)[size]
             key = key._replace(max_decode_steps=num_steps)
-        elif scheduled.lookups:
+        elif scheduled.num_lookups:
             key = self._config.lookup_key(buckets.decode_size(num_decodes))
         else:
             key = ProgramKey(buckets.decode_size(num_decodes))

@@ -79,10 +79,9 @@ class SchedulerOutput:
     `num_context_tokens` is how many tokens those of `decode` attend to, together, and `num_drafts` how many
     drafts those of `prefill` verify.
 
-    With `lookups` the device drafts by itself, in each of `num_decode_steps` iterations: for each request of
-    `decode` at most the first number of tokens at first, the second after drafts that were all right, and the
-    third after others. A request gets one token more than are right, and no more than it is long once
-    scheduled. Then `num_drafts` is how many drafts there may be.
+    With `num_lookups` the device drafts by itself, in each of `num_decode_steps` iterations at most so many
+    tokens for each request of `decode`. A request gets one token more than are right, and no more than it is
+    long once scheduled. Then `num_drafts` is how many drafts there may be.
 
     Executors first let go of what is `discarded` and `dropped`; then finish the copies of `joined`, which a
     `load` of an earlier iteration started, into blocks nobody else has touched since; then read the blocks
@@ -108,7 +107,7 @@ class SchedulerOutput:
     num_decode_steps: int = 1
     num_context_tokens: int = 0
     num_drafts: int = 0
-    lookups: tuple[tuple[int, int, int], ...] = ()
+    num_lookups: int = 0
 
     @property
     def is_empty(self) -> bool:

@@ -75,10 +75,6 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
-    def depth(self, most: int, acceptance: float) -> int:
-        """How many drafts are verified that turn up where nobody decides, each right so likely."""
-        ...
-
     def asked(self, seconds: float, *, is_fruitful: bool) -> None:
         """Note that proposals were asked for, how long that took, and whether any is to be verified."""
         ...
@@ -115,10 +111,6 @@ class AsProposed:
         """Where some are verified, or are likely to be soon."""
         return are_there or num_right >= _WORTH_LOOKING_UP
 
-    def depth(self, most: int, acceptance: float) -> int:
-        """As many as there may be."""
-        return most
-
     def asked(self, seconds: float, *, is_fruitful: bool) -> None:
         """Of no interest."""
 
@@ -135,9 +127,8 @@ class BelowBatch:
 
     def __init__(self, limit: int, policy: SpeculationPolicy) -> None:
         self._limit, self._policy = limit, policy
-        self.num_drafts, self.depth, self.asked = policy.num_drafts, policy.depth, policy.asked
-        self.is_worth_looking_up = policy.is_worth_looking_up
-        self.observe, self.predicted = policy.observe, policy.predicted
+        self.num_drafts, self.is_worth_looking_up = policy.num_drafts, policy.is_worth_looking_up
+        self.asked, self.observe, self.predicted = policy.asked, policy.observe, policy.predicted
 
     def is_worth_asking(self, num_running: int) -> bool:
         """Below the limit."""
@@ -198,7 +189,6 @@ class ByCost:
     ) -> None:
         self._costs, self._share, self._margin, self._drafting = costs, share, margin, drafting
         self._corrections = {way: Correction() for way in ("plain", "verifying", "looking up")}
-        self._least_gain = 1.0  # of the drafts that were taken last
         self._num_verified = 0
         self._trust = 1.0  # in what drafts add
         self._predicted: dict[VerifyingWork, float] = {}
@@ -248,7 +238,6 @@ class ByCost:
         self._context = iteration.num_context_tokens // max(1, iteration.num_decodes)
         is_measured = not iteration.num_prompt_tokens
         if is_measured and self._regime(iteration.num_decodes).way == _ALL:
-            self._least_gain = 0.0
             return proposed
         ranked = sorted(
             [
@@ -270,26 +259,28 @@ class ByCost:
             for count, (gain, number, _) in enumerate(found, 1):
                 num_verified += number == -1
                 expected += gain * share
-                if count % (1 << max(0, count.bit_length() - 3)):
+                if (
+                    count % (1 << max(0, count.bit_length() - 3))
+                    if not iteration.looks_up
+                    else count < len(found)
+                ):
                     continue  # a few of them are enough to find the best
                 rows = math.ceil(num_verified * share), math.ceil(count * share)
                 work = VerifyingWork(num_decodes, *rows, depth, iteration.looks_up)
                 value = expected / (plain + added(work) * trust)
                 if value > best:
                     best, num_best, ranked_best = value, count, found
+        num_best = self._varied(num_best) if is_measured else num_best
+        if iteration.looks_up and num_best:
+            return proposed
         counts = [0] * len(proposed)
-        for gain, _, place in ranked_best[: self._varied(num_best) if is_measured else num_best]:
-            self._least_gain = gain
+        for _, _, place in ranked_best[:num_best]:
             counts[place] += 1
         return counts
 
     def is_worth_looking_up(self, num_right: float, *, are_there: bool) -> bool:
         """Where that is likely to make up for what the host does meanwhile otherwise."""
         return num_right >= _WORTH_LOOKING_UP
-
-    def depth(self, most: int, acceptance: float) -> int:
-        """Those as likely as the least likely that was decided about; one, so that they are known."""
-        return max(1, sum([acceptance**j >= self._least_gain for j in range(1, most + 1)]))
 
     def _varied(self, num_best: int) -> int:
         """Now and then a half or a quarter more, or less, so that what it takes is known."""

@@ -1,7 +1,6 @@
 """Drafts that the device looks up in programs of several iterations: the same tokens as without them."""
 
 import dataclasses
-import itertools
 
 import jax
 import numpy as np
@@ -57,24 +56,10 @@ def llm():
     )
 
 
-class Again(AsProposed):
-    """As many as there may be, and so many after they were wrong."""
-
-    def __init__(self, num_again):
-        self.again, self.is_of_right = num_again, False
-
-    def depth(self, most, acceptance):
-        self.is_of_right = not self.is_of_right  # asked in turns
-        return most if self.is_of_right else min(most, self.again)
-
-
-def engine_of(
-    llm, num_drafts=0, *, again=MOST, ledger=None, num_steps=8, policy=None, speculation=None, **limits
-):
+def engine_of(llm, num_drafts=0, *, ledger=None, num_steps=8, policy=None, **limits):
     """A fresh engine on the executor; it drafts nothing if `num_drafts` is 0."""
     config = dataclasses.replace(llm.engine.scheduler.config, **limits)
-    if num_drafts:
-        speculation = Speculation(PromptLookup(), Again(again), num_drafts, 32)
+    speculation = Speculation(PromptLookup(), AsProposed(), num_drafts, 32) if num_drafts else None
     return Engine(
         llm.executor,
         Recording(config, policy or SchedulerPolicy(), ledger=ledger, speculation=speculation),
@@ -145,29 +130,11 @@ class _Text:
 @pytest.mark.parametrize("num_drafts", [1, 3, MOST])
 @pytest.mark.parametrize("num_steps", [2, 8])
 def test_the_same_tokens_as_without(llm, expected, num_drafts, num_steps):
-    for again in {num_drafts, min(num_drafts, 2)}:
-        engine = engine_of(llm, num_drafts, again=again, num_steps=num_steps)
-        assert run(engine) == expected
-        counts = engine.scheduler.speculation.counts
-        assert counts.num_drafted > counts.num_kept > 0
-        asked = {counts for one in engine.scheduler.lookups for counts in one.lookups}
-        firsts = {first for first, *_ in asked}
-        assert asked == {(first, num_drafts, again) for first in firsts}
-        assert firsts <= {num_drafts, again}
-
-
-def test_each_request_has_numbers_of_its_own(llm, expected):
-    engine = engine_of(llm, speculation=Speculation(PromptLookup(), Mixed(), MOST, 32))
+    engine = engine_of(llm, num_drafts, num_steps=num_steps)
     assert run(engine) == expected
-    assert max(len(set(one.lookups)) for one in engine.scheduler.lookups) == len(PROMPTS)
-
-
-class Mixed(AsProposed):
-    def __init__(self):
-        self.counts = itertools.cycle([1, MOST, 2, 4, 3, 1, MOST])
-
-    def depth(self, most, acceptance):
-        return min(most, next(self.counts))
+    counts = engine.scheduler.speculation.counts
+    assert counts.num_drafted > counts.num_kept > 0
+    assert {one.num_lookups for one in engine.scheduler.lookups} == {num_drafts}
 
 
 @pytest.mark.parametrize("place", range(len(PROMPTS)))
@@ -303,13 +270,14 @@ def test_counts_and_the_ledger_tell_the_truth(llm, expected):
     assert all(record.expected_kept > 0 for record in records)
 
 
-def test_where_the_cost_decides_others_are_as_likely_as_those_it_was_asked_about():
-    assert AsProposed().depth(5, 0.1) == BelowBatch(3, AsProposed()).depth(5, 0.1) == 5
+@pytest.mark.parametrize("rate", [0.6, 0.1])
+def test_the_device_looks_up_as_much_as_it_can_or_nothing(rate):
+    """Its rows are computed whether they are used or not."""
     policy = ByCost(Linear())
     policy._regime(1).way = _BY_COST
-    assert policy.num_drafts([MOST], [0.9], IterationRows(1, 9, 0, 64)) == [MOST]
-    assert policy.depth(MOST, 0.95) == MOST
-    assert [policy.depth(MOST, rate) for rate in (0.6, 0.0)] == [1, 1]
+    on_host, on_device = (IterationRows(1, 9, 0, 64, looks_up) for looks_up in (False, True))
+    assert 0 < policy.num_drafts([MOST], [0.6], on_host)[0] < MOST
+    assert policy.num_drafts([MOST], [rate], on_device) == [MOST if rate > 0.5 else 0]
 
 
 class Linear(UnknownCosts):

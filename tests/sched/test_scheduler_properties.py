@@ -465,7 +465,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.complete(output.step_id)
         requests = output.sampled * output.num_decode_steps
         rows, turns = zip(requests, token_ids, strict=True), ()
-        if output.lookups:
+        if output.num_lookups:
             found, turns = looked_up(output, token_ids)
             rows = [(request, token_id) for request, token_id, _ in found]
         elif output.num_drafts:
@@ -520,9 +520,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             expected = RequestStatus.SWAPPED if is_back else RequestStatus.RUNNING
             assert (num_computed, status) == (num_tokens - 1, expected)
             gained = output.num_decode_steps
-            if output.lookups:
-                most = max(dict(zip(output.decode, output.lookups, strict=True))[request])
-                gained = min(gained * (most + 1), request.max_total_tokens - num_tokens)
+            if output.num_lookups:
+                gained = min(gained * (output.num_lookups + 1), request.max_total_tokens - num_tokens)
             assert request.num_tokens == num_tokens + gained <= request.max_total_tokens
             assert request.num_computed_tokens == request.num_tokens - 1
         for chunk in output.prefill:
