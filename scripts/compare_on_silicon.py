@@ -56,6 +56,7 @@ from jaxllm.sched.scheduler import Scheduler
 from jaxllm.system.output_files import OutputParser, new_file
 
 LONGEST = 32768
+_STEP = 8192  # tokens
 LOADS: Mapping[str, tuple[LognormalLengths, LognormalLengths]] = {
     "chat": (
         LognormalLengths(mean=200, sigma=0.8, shortest=8, longest=2000),
@@ -150,6 +151,23 @@ def part(**parts: Callable[[], Any]) -> Callable[[SiliconCostModel], SchedulerPo
     return policy
 
 
+class BothWays(SiliconCostModel):
+    """As if whoever returns computed its first tokens, for nothing, while the last are copied.
+
+    Jin et al., "Compute Or Load KV Cache? Why Not Both?" (Cake, ICML 2025, arXiv 2410.03065). What that gains
+    is less: computing takes time from others.
+    """
+
+    def swap_in_seconds(self, num_blocks: int) -> float:
+        """Both speeds together."""
+        copying = super().swap_in_seconds(num_blocks)
+        if not num_blocks:
+            return copying
+        num_tokens = num_blocks * self.block_size
+        num_steps = -(-num_tokens // _STEP)
+        return 1 / (1 / copying + 1 / (num_steps * self.step_seconds(0, 0, num_tokens // num_steps, 1)))
+
+
 def _none() -> WatermarkAdmission:
     return WatermarkAdmission(0.0)
 
@@ -172,6 +190,7 @@ POLICIES: Mapping[str, Callable[[SiliconCostModel], Any]] = {
     "adaptive, full lengths": part(admission=FullLengthAdmission),
     "adaptive, feedback": part(admission=FeedbackLimit),
     "adaptive, true lengths": part(admission=lambda: PastFuture(lengths=TrueLength())),
+    "adaptive, both ways": _preset("adaptive"),
 }
 CACHES: Mapping[str, Callable[[SiliconCostModel], Any]] = {
     name: _preset(name)
@@ -179,6 +198,8 @@ CACHES: Mapping[str, Callable[[SiliconCostModel], Any]] = {
 }
 """Compared where there are turns."""
 MAIN = ("vllm_v1", "before", "adaptive_throughput", "adaptive")
+COSTS: Mapping[str, type[SiliconCostModel]] = {"adaptive, both ways": BothWays}
+"""Of presets for which copies take less than they do."""
 
 
 def trace_of(cell: Cell, seed: int, served: float) -> Trace:
@@ -218,7 +239,8 @@ def trace_of(cell: Cell, seed: int, served: float) -> Trace:
 def run(cell: Cell, seed: int, name: str, served: float = 1.0) -> dict[str, float]:
     """One preset in one cell."""
     dtype = "bfloat16" if "3" in cell.model.split("-") else "float16"
-    costs = SiliconCostModel(model_shape(cell.model, dtype), cell.device, tensor_parallel=cell.gpus)
+    model = COSTS.get(name, SiliconCostModel)
+    costs = model(model_shape(cell.model, dtype), cell.device, tensor_parallel=cell.gpus)
     policy = (POLICIES | CACHES)[name](costs)
     block_bytes = costs.kv_bytes_per_token * costs.block_size
     config = SchedulerConfig(
@@ -226,7 +248,7 @@ def run(cell: Cell, seed: int, name: str, served: float = 1.0) -> dict[str, floa
         block_size=costs.block_size,
         max_model_len=LONGEST,
         max_num_seqs=cell.max_num_seqs,
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=_STEP,
         num_host_blocks=int(cell.host_bytes / block_bytes) if policy.may_swap else 0,
         enable_prefix_caching=cell.load in TURNS,
     )
@@ -252,7 +274,7 @@ def run_cell(cell: Cell, seed: int, names: tuple[str, ...]) -> dict[str, dict[st
     """Presets in a cell, and `vllm_v1`, whose rate of serving is a load of 1."""
     served = 1.0
     if cell.load in TURNS:
-        names = tuple(CACHES)
+        names = names if COSTS.keys() & {*names} else tuple(CACHES)
     elif cell.rate is not None:
         served = run(dataclasses.replace(cell, rate=None), seed, "vllm_v1")["requests_per_second"]
     return {name: run(cell, seed, name, served) for name in names}
@@ -296,6 +318,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on (default: 3)")
     parser.add_argument("--cells", default="", help="only those whose name holds this")
     parser.add_argument("--parts", action="store_true", help="what each part of the default is worth, too")
+    parser.add_argument("--both-ways", action="store_true", help="only the default, and with `BothWays`")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--scale", type=int, default=1, help="divide the numbers of requests, for a trial")
     args = parser.parse_args(argv)
@@ -315,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
     command = command_line(
         ["python", "scripts/compare_on_silicon.py", *(sys.argv[1:] if argv is None else argv)]
     )
-    names = tuple(POLICIES) if args.parts else MAIN
+    names = tuple(POLICIES) if args.parts else ("vllm_v1", "adaptive", *COSTS) if args.both_ways else MAIN
     cells = [
         dataclasses.replace(cell, num_requests=-(-cell.num_requests // args.scale)) for cell in args.chosen
     ]

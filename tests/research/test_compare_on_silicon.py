@@ -55,3 +55,22 @@ def test_wrong_options_are_one_error(capsys, tmp_path):
     with pytest.raises(SystemExit):
         compare_on_silicon.main(["--out", str(tmp_path / "o.json"), "--cells", "tpu"])
     assert "'tpu' is in the name of no cell" in capsys.readouterr().err
+
+
+def test_returns_both_ways_take_less_than_either():
+    shape = compare_on_silicon.model_shape("llama-2-13b", "float16")
+    copies, both = (
+        make(shape, "a100") for make in (compare_on_silicon.SiliconCostModel, compare_on_silicon.BothWays)
+    )
+    computed = [both.step_seconds(0, 0, 4096, 1), 3 * both.step_seconds(0, 0, 20_000 // 3, 1)]
+    for num_tokens, seconds in zip([4096, 20_000], computed, strict=True):
+        num_blocks = num_tokens // both.block_size
+        found, copied = both.swap_in_seconds(num_blocks), copies.swap_in_seconds(num_blocks)
+        assert found < min(copied, seconds)
+        assert found == pytest.approx(copied * seconds / (copied + seconds))
+    assert both.swap_in_seconds(0) == copies.swap_in_seconds(0)
+    cell = compare_on_silicon.Cell("a100", "llama-2-13b", "turns", 16, 2, rate=1.0)
+    assert list(compare_on_silicon.run_cell(cell, 0, ("vllm_v1", *compare_on_silicon.COSTS))) == [
+        "vllm_v1",
+        *compare_on_silicon.COSTS,
+    ]
