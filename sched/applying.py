@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from jaxllm.sched.ledger import Ledger, StepRecord
@@ -58,7 +59,7 @@ class Iteration:
         for request, length in plan.starting:
             if self._take_in(request, plan.fetching.get(request)) and length:
                 self._prefill.append(self._compute(request, length))
-        self._prefill += [self._verify(*drafted) for drafted in plan.drafts]
+        self._verify(plan.drafts)
         if self._is_empty and state.prompts:  # whoever was to wait for a copy found its blocks
             self._prefill = [self._compute(state.prompts[0], state.config.max_num_batched_tokens)]
 
@@ -246,20 +247,36 @@ class Iteration:
                 state.activate(request)
         return PrefillChunk(request, start, length, is_last, is_first, num_recomputed)
 
-    def _verify(self, request: Request, drafts: Sequence[int]) -> PrefillChunk:
-        """Schedule a request's newest token, and as many of its drafts as there are free blocks for."""
-        state, start = self._state, request.num_tokens - 1
-        num_held = (len(request.block_ids) + state.pool.num_free) * state.pool.block_size
-        drafts = drafts[: num_held - request.num_tokens]
-        if not drafts:
-            state.prompts.append(request)
-            return self._compute(request, 1)
-        length = len(drafts) + 1
-        state.grow(request, start + length)
-        request.num_computed_tokens, request.num_tokens = start + length, start + length + 1
-        state.verifying.append(request)
-        self._num_drafts += len(drafts)
-        return PrefillChunk(request, start, length, is_last=True, is_first=False, drafts=drafts)
+    def _verify(self, drafted: Sequence[tuple[Request, Sequence[int]]]) -> None:
+        """Schedule requests' newest tokens, and as many of their drafts as there are free blocks for."""
+        state = self._state
+        for request, drafts in drafted:
+            start = request.num_tokens - 1
+            num_held = (len(request.block_ids) + state.pool.num_free) * state.pool.block_size
+            some = drafts[: num_held - request.num_tokens]
+            if not some:
+                self._decode_beside(request)
+                continue
+            stop = start + len(some) + 1
+            state.grow(request, stop)
+            request.num_computed_tokens, request.num_tokens = stop, stop + 1
+            state.verifying.append(request)
+            self._num_drafts += len(some)
+            chunk = PrefillChunk(request, start, stop - start, is_last=True, is_first=False, drafts=some)
+            self._prefill.append(chunk)
+
+    def _decode_beside(self, request: Request) -> None:
+        """Let a request decode that was to verify drafts; it has a block for its newest token."""
+        state, by_arrival = self._state, operator.attrgetter("arrival_index")
+        self._decode = tuple(sorted([*self._decode, request], key=by_arrival))
+        self._num_context_tokens += request.num_tokens
+        state.progress.num_generated += 1
+        request.num_computed_tokens, request.num_tokens = request.num_tokens, request.num_tokens + 1
+        state.lookups.name_blocks(request)
+        if request.num_tokens == request.max_total_tokens:
+            state.ending.append(request)
+        else:
+            state.activate(request)
 
     def _look_up(self, plan: Plan) -> bool:
         """Schedule iterations that draft on the device, as many as there are blocks for; whether any are."""

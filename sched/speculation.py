@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from jaxllm.errors import ConfigError, called
 from jaxllm.sched.acceptance import Acceptances, History
+from jaxllm.sched.gains import Gains
 from jaxllm.sched.ledger import Ledger, VerificationRecord
 from jaxllm.sched.plan import Plan
 from jaxllm.sched.policies import SchedulerPolicy, SchedulingPolicy
@@ -58,6 +59,7 @@ class Speculation:
 
     Attributes:
         counts: what became of them.
+        gains: what that was worth.
         lookup_steps: in how many iterations the device may draft by itself, as the proposer does; 1 if it may
             not now.
     """
@@ -74,7 +76,7 @@ class Speculation:
         self.policy, self.num_tokens, self.max_drafts = policy, num_tokens, max_drafts
         self.proposer, self._clock = proposer, clock
         self.lookup_steps = 1
-        self.counts = SpeculationCounts()
+        self.counts, self.gains = SpeculationCounts(), Gains()
         self._all = Acceptances()
         self._histories: dict[str, History] = {}
         self._ended: dict[str, History] = {}  # of those whose last drafts may not be told of yet
@@ -82,7 +84,10 @@ class Speculation:
         self._num_fruitful = 0.0  # of each asking, by and by
         self._share = _FIRST_SHARE  # of requests for which something is proposed, by and by
         self._num_refused = 0
-        self._expected_kept = 0.0
+        self._num_right = 0.0  # of a request, likely, each time that the device drafts by itself
+        self._expected_kept = (
+            0.0  # of drafts of which it is known what became of them, since the last iteration
+        )
         self._previous: tuple[float, list[Request]] = 0.0, []  # when the newest iteration ended, and of whom
         self._has_read = False  # a prompt since then
 
@@ -118,7 +123,7 @@ class Speculation:
             plan.drafts = drafts
             return
         plan.num_lookups, plan.num_lookup_steps = self._most_each(state), self.lookup_steps
-        if self._share * self._expected_kept < _SURELY:
+        if self._num_right < _SURELY:
             plan.num_lookup_steps = min(_TRIED_STEPS, self.lookup_steps)
 
     def _most_each(self, state: SchedulerState) -> int:
@@ -162,11 +167,10 @@ class Speculation:
             if looks_up:  # what is not there yet may be soon
                 found = [(request, range(count)) for request, count in limits]
             drafts = self._cut(found, plan, state, gone, looks_up=looks_up) if found else []
-        self._expected_kept = sum([_expected(self._rate(request), len(tokens)) for request, tokens in drafts])
         if looks_up and drafts:
-            self._expected_kept /= len(drafts)
-            expected = self._share * self._expected_kept
-            if not self.policy.is_worth_looking_up(expected, are_there=is_there):
+            rights = [_expected(self._rate(request), len(tokens)) for request, tokens in drafts]
+            self._num_right = self._share * sum(rights) / len(drafts)
+            if not self.policy.is_worth_looking_up(self._num_right, are_there=is_there):
                 drafts = []
         is_fruitful = is_there and bool(drafts)
         self._num_fruitful += _RATE * (is_fruitful - self._num_fruitful)
@@ -258,6 +262,7 @@ class Speculation:
         for num_drafted, num_kept in verified:
             if not num_drafted:
                 continue
+            self._expected_kept += _expected(history.rate(self._all, history.was_right), num_drafted)
             history.add(num_drafted, num_kept, self._all)
             self.counts.num_verifications += 1
             self.counts.num_drafted += num_drafted
@@ -299,24 +304,25 @@ class Speculation:
         seconds = None
         if follows and not scheduled.has_copies and all(chunk.drafts for chunk in scheduled.prefill):
             seconds = now - began
-        if verified and self._ledger is not None:
+        if verified:
             predicted = [self.policy.predicted(one) for one in (work, VerifyingWork(work.num_decodes))]
             with_drafts, plain = [one and num_parts * one for one in predicted]
-            self._ledger.verified(
-                VerificationRecord(
-                    step_id=scheduled.step_id,
-                    time=now,
-                    num_decodes=num_decodes,
-                    num_verified=len(verified),
-                    num_drafted=num_drafted,
-                    num_kept=num_kept,
-                    expected_kept=self._expected_kept * (len(verified) if looked_up else 1),
-                    predicted_seconds=with_drafts,
-                    plain_seconds=plain,
-                    measured_seconds=seconds,
-                )
+            record = VerificationRecord(
+                step_id=scheduled.step_id,
+                time=now,
+                num_decodes=num_decodes,
+                num_verified=len(verified),
+                num_drafted=num_drafted,
+                num_kept=num_kept,
+                expected_kept=self._expected_kept,
+                predicted_seconds=with_drafts,
+                plain_seconds=plain,
+                measured_seconds=seconds,
             )
+            self.gains.add(record)
+            if self._ledger is not None:
+                self._ledger.verified(record)
         if seconds is not None and num_decodes and not self._has_read:
             num_tokens = num_decodes * num_steps // num_parts + num_kept
             self.policy.observe(work, num_steps, num_tokens, seconds)
-        self._has_read = False
+        self._has_read, self._expected_kept = False, 0.0

@@ -8,7 +8,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxllm.sched.ledger import Ledger, PreemptionRecord
+from jaxllm.sched.gains import Gains
+from jaxllm.sched.ledger import Ledger, PreemptionRecord, VerificationRecord
 
 ACTIONS = ("recompute", "swap")
 
@@ -59,8 +60,24 @@ def report(ledger: Ledger, top: int) -> dict[str, Any]:
         "num_preemptions": len(records),
         "actions": actions,
         "regret_seconds": _total(records)["regret_seconds"],
+        "drafts": drafts(ledger.verifications),
         "predictions": {kind: dataclasses.asdict(one) for kind, one in ledger.predictions.items()},
         "most_costly": [_as_dict(one) for one in most_costly(records, top)],
+    }
+
+
+def drafts(records: Sequence[VerificationRecord]) -> dict[str, float | None] | None:
+    """What became of all drafts, and what that was worth; None without any."""
+    if not records:
+        return None
+    gains = Gains.of(records)
+    names = ("num_verified", "num_drafted", "num_kept", "expected_kept")
+    return {
+        "num_iterations": len(records),
+        **{name: sum(getattr(one, name) for one in records) for name in names},
+        "predicted_gain": gains.predicted_gain,
+        "measured_gain": gains.measured_gain,
+        "num_measured": gains.num_measured,
     }
 
 

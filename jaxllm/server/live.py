@@ -9,6 +9,7 @@ import jaxllm
 from jaxllm.errors import Faults
 from jaxllm.predictors.base import CostKind
 from jaxllm.predictors.online import KindReport, OnlineCalibration, named
+from jaxllm.sched.gains import Gains
 from jaxllm.sched.ledger import PreemptionRecord
 from jaxllm.sched.usage import PoolUsage
 from jaxllm.types import Request
@@ -73,6 +74,7 @@ def live(service: Service) -> dict[str, Any]:
             str(kind): {"count": report.count, "error": report.error_after, "factor": report.factor}
             for kind, report in cost_reports(made.costs).items()
         },
+        "drafts": _drafts(service),
         "totals": {
             "requests": totals.requests,
             "refused": totals.refused,
@@ -84,6 +86,23 @@ def live(service: Service) -> dict[str, Any]:
             "swapped_bytes": (totals.blocks_out + totals.blocks_in) * block_bytes,
             "recomputed_tokens": totals.recomputed_tokens,
         },
+    }
+
+
+def _drafts(service: Service) -> dict[str, float | None] | None:
+    """What became of drafts, and tokens/s with them over those without; None where nothing drafts."""
+    found = [one.speculation for one in service.schedulers if one.speculation is not None]
+    if not found:
+        return None
+    gains = Gains()
+    for one in found:
+        gains.add_all(one.gains)
+    return {
+        "verifications": sum(one.counts.num_verifications for one in found),
+        "drafted": sum(one.counts.num_drafted for one in found),
+        "kept": sum(one.counts.num_kept for one in found),
+        "predicted_gain": gains.predicted_gain,
+        "measured_gain": gains.measured_gain,
     }
 
 

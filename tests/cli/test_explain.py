@@ -14,11 +14,11 @@ from jaxllm.cli.main import main
 from jaxllm.engine.ledgers import read_ledger
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.commands.explain import summary, timeline
-from jaxllm.research.ledger_report import compare
+from jaxllm.research.ledger_report import compare, report
 from jaxllm.research.simulator.run import simulate
 from jaxllm.research.workloads import make_trace
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord
+from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord, VerificationRecord
 from jaxllm.sched.presets import make_preset
 
 
@@ -332,3 +332,24 @@ def test_an_engines_ledger_says_what_wrote_it(tmp_path):
 def test_no_more_columns_than_anybody_sees(ledger_file, capsys):
     assert main(["explain", str(ledger_file), "--width", "1000000000"]) == 2
     assert "--width 1000000000 is more columns than anybody sees: at most 10000" in capsys.readouterr().err
+
+
+def test_drafts_are_told_of():
+    records = [VerificationRecord(step, 0.0, 2, 2, 8, 4, 3.0, 3.0, 2.0, 4.0) for step in range(2)]
+    ledger = Ledger()
+    for record in records:
+        ledger.verified(record)
+    assert report(ledger, 1)["drafts"] == {
+        "num_iterations": 2,
+        "num_verified": 4,
+        "num_drafted": 16,
+        "num_kept": 8,
+        "expected_kept": 6.0,
+        "predicted_gain": pytest.approx((2 + 3) / 2 * 2 / 3),
+        "measured_gain": pytest.approx((2 + 4) / 2 * 2 / 4),
+        "num_measured": 2,
+    }
+    said = "drafts: 16 in 2 iterations, 8 kept (6 expected); 1.50 times the tokens/s without, in 2; predicted"
+    assert f"{said} 1.67" in summary(ledger, 1).splitlines()
+    assert report(Ledger(), 1)["drafts"] is None
+    assert "drafts" not in summary(Ledger(), 1)

@@ -1,4 +1,4 @@
-"""Speculative decoding: proposers, settings, and the same tokens as without, whatever is drafted."""
+"""Speculative decoding: proposers, and the same tokens as without, whatever is drafted."""
 
 import dataclasses
 import itertools
@@ -14,9 +14,9 @@ from jaxllm import BeamSearchParams, SamplingParams
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.ledgers import read_ledger
 from jaxllm.engine.scheduling import UnknownCosts
-from jaxllm.engine.speculation import SpeculativeConfig
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.sched.gains import Gains
 from jaxllm.sched.ledger import Ledger, VerificationRecord
 from jaxllm.sched.policies import SchedulerPolicy, SeparateIterations
 from jaxllm.sched.policies.speculation import AsProposed, ByCost
@@ -324,11 +324,42 @@ def test_the_ledger_tells_what_became_of_drafts(llm, alone, tmp_path):
     )
     assert columns["num_verified"].sum() == counts.num_verifications
     assert np.all(columns["expected_kept"] < columns["num_drafted"])
+    assert speculation.gains == Gains.of(read.verifications)
+    assert speculation.gains.measured_gain > 0
     known = columns["measured_seconds"] > 0
     assert known.any()
     assert np.all(columns["measured_gain"][known & (columns["plain_seconds"] > 0)] > 0)
     steps = read.columns("steps")
     assert steps["num_prefill_tokens"].sum() == sum(len(alone[place].prompt_token_ids) for place in (0, 1))
+
+
+def test_who_lacks_blocks_for_drafts_decodes(llm, alone):
+    """It computes no prompt, and nothing more was expected of drafts than there were."""
+    ledger, places, num_extra = Ledger(), [0, 1], []
+    speculation = speculating(Knowing(answers_of(alone), [MOST]))
+    scheduler = Scheduler(llm.engine.scheduler.config, ledger=ledger, speculation=speculation)
+    engine = engine_of(llm, scheduler=scheduler, async_scheduling=False)
+    pool = scheduler._state.pool
+    for place in places:
+        engine.add_request(str(place), EDIT, SamplingParams(**GREEDY, ignore_eos=True))
+    while engine.has_unfinished_requests:
+        live = scheduler.live_requests()
+        missing = sum(len(one.block_ids) * pool.block_size < one.num_tokens for one in live)
+        are_decoding = len(scheduler._state.running) == len(live)
+        taken = pool.allocate(max(0, pool.num_free - missing)) if are_decoding else []
+        engine.step()
+        num_extra.append(len(taken))
+        pool.release(taken)
+    assert max(num_extra) > 0
+    counts = speculation.counts
+    assert 0 < counts.num_kept <= counts.num_drafted < MOST * counts.num_verifications
+    assert all(record.expected_kept <= record.num_drafted for record in ledger.verifications)
+    num_prompt = sum(len(alone[0].prompt_token_ids) for _ in places)
+    assert sum(record.num_prefill_tokens for record in ledger.steps) == num_prompt
+    num_tokens = len(places) * GREEDY["max_tokens"]
+    assert scheduler.progress.num_generated == num_tokens - len(places)
+    decoded = sum(record.num_decoded for record in ledger.steps)
+    assert decoded + counts.num_kept == num_tokens - len(places)
 
 
 def test_what_ends_a_request_is_counted(llm, alone):
@@ -416,33 +447,7 @@ def test_what_repeats_goes_round():
     assert repeated([9, 1, 2, 3], 1, 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
-# Settings
-
-
-@pytest.mark.parametrize(
-    ("given_config", "message"),
-    [
-        ({"method": "ngrams"}, "did you mean ngram"),
-        ({"num_speculative_token": 3}, "did you mean num_speculative_tokens"),
-        ({"num_speculative_tokens": -1}, "from 0 to"),
-        (
-            {"prompt_lookup_min": 5, "prompt_lookup_max": 4},
-            "prompt_lookup_min=5 must be an integer from 1 to 4",
-        ),
-        ({"disable_by_batch_size": 0}, "disable_by_batch_size=0"),
-        ("ngram", "must be a dictionary"),
-    ],
-)
-def test_wrong_settings_are_named(given_config, message):
-    with pytest.raises(ConfigError, match=message):
-        make_llm(demo_model_path(), speculative_config=given_config)
-
-
-def test_most_drafts_of_a_step():
-    config = SpeculativeConfig(num_speculative_tokens=4)
-    assert config.max_drafts(8, 448, 4096) == 32
-    assert config.max_drafts(8, 20, 4096) == 20
-    assert config.max_drafts(64, 448, 2**17) == 128
+# Refusals
 
 
 def test_policies_that_do_not_mix_are_refused(llm):

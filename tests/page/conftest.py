@@ -290,6 +290,7 @@ def sample() -> dict[str, Any]:
             "prefill": {"count": 120, "error": 0.081, "factor": 1.04},
             "swap_out": {"count": 0, "error": None, "factor": 1.0},
         },
+        "drafts": None,
         "totals": {
             "requests": 1234,
             "refused": 5,

@@ -241,6 +241,28 @@ def test_what_is_the_same_keeps_its_nodes(tab, scripted):
     assert all(kept)
 
 
+def test_drafts_and_what_they_gain(tab, scripted):
+    assert "Drafts kept" not in tab.text("#totals")
+    counts = {"verifications": 900, "drafted": 4000, "kept": 3000}
+    scripted.live["drafts"] = {**counts, "predicted_gain": 1.31, "measured_gain": 1.28}
+    tab.wait("document.querySelector('#totals').innerText.includes('Drafts kept')")
+    told = tab.text("#totals").replace("\n", " ")
+    assert "3,000" in told
+    assert "75 % of 4,000" in told
+    assert "\u00d7 1.28" in told
+    assert "predicted \u00d7 1.31" in told
+    scripted.live["drafts"] = {
+        **counts,
+        "drafted": 0,
+        "kept": 0,
+        "predicted_gain": None,
+        "measured_gain": None,
+    }
+    tab.wait("!document.querySelector('#totals').innerText.includes('predicted')")
+    assert "NaN" not in tab.text("#totals")
+    assert tab.problems == []
+
+
 def test_request_ids_stay_text(scripted, open_tab):
     for request, decision, name in zip(
         scripted.live["requests"], scripted.live["decisions"], HOSTILE, strict=False

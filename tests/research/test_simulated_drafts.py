@@ -76,6 +76,9 @@ def test_the_ledger_and_the_counts_of_steps(tmp_path):
     share = columns["num_kept"].sum() / columns["num_drafted"].sum()
     assert 0.35 < share < 0.75, "of four with 0.7 each"
     assert np.nanmean(columns["measured_gain"]) > 1
+    assert found.num_draft_tokens == columns["num_drafted"].sum()
+    assert found.num_kept_drafts == columns["num_kept"].sum()
+    assert found.draft_gain == pytest.approx(np.nanmean(columns["measured_gain"]), rel=0.2)
     assert found.num_prefill_tokens == int(trace.prompt_lens.sum())
     assert found.mean_decode_batch <= 4
 

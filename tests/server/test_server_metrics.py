@@ -109,6 +109,23 @@ def test_gauges_are_those_of_an_idle_engine(samples):
     assert samples[("jaxllm:inter_token_latency_seconds_count",)] > 0
 
 
+def test_drafts_are_counted_and_shown(told):
+    assert told[1]["drafts"] is None
+    drafts = {"policy": "fixed", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    with serving({"max_model_len": 128, "speculative_config": drafts}) as running:
+        body = {"prompt": [[5, 6, 7, 8] * 10] * 2, "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+        assert running.post("/v1/completions", body)[0] == 200
+        running.wait_until_idle()
+        text, state = running.request("GET", "/metrics")[2].decode(), running.request("GET", "/live")[2]
+    shown = state["drafts"]
+    assert 0 < shown["kept"] <= shown["drafted"]
+    assert shown["measured_gain"] is shown["predicted_gain"] is None  # a fixed number predicts nothing
+    names = {"drafts": "verifications", "draft_tokens": "drafted", "accepted_tokens": "kept"}
+    for name, key in names.items():
+        (value,) = re.findall(rf"^jaxllm:spec_decode_num_{name}_total{{.*}} (.*)$", text, re.MULTILINE)
+        assert float(value) == shown[key]
+
+
 def test_the_live_state_adds_up(told):
     _, state = told
     for tier in ("device", "host"):

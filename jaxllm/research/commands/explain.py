@@ -13,7 +13,15 @@ from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import KindReport
 from jaxllm.research.bench.results import to_json
 from jaxllm.research.figures import check_picture, import_pyplot, save
-from jaxllm.research.ledger_report import ACTIONS, Comparison, accuracy, compare, most_costly, report
+from jaxllm.research.ledger_report import (
+    ACTIONS,
+    Comparison,
+    accuracy,
+    compare,
+    drafts,
+    most_costly,
+    report,
+)
 from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord
 from jaxllm.system.output_files import add_overwrite, check_writable
 
@@ -128,11 +136,25 @@ def summary(ledger: Ledger, top: int) -> str:
         source = "" if ledger.header is None else f" of {ledger.header.costs_source}"
         lines.append(f"predictions{source} compared with what was measured:")
         lines += [f"  {kind}: {_accuracy(found)}" for kind, found in ledger.predictions.items()]
+    if (found := drafts(ledger.verifications)) is not None:
+        lines.append(_drafts(found))
     costly = most_costly(records, top)
     if costly:
         lines.append(f"most costly of them ({len(costly)}):")
         lines += [f"  {_describe(record)}" for record in costly]
     return "\n".join(lines)
+
+
+def _drafts(found: Mapping[str, float | None]) -> str:
+    parts = [
+        f"drafts: {found['num_drafted']} in {found['num_iterations']} iterations, {found['num_kept']} kept "
+        f"({found['expected_kept']:.0f} expected)"
+    ]
+    if found["measured_gain"] is not None:
+        parts.append(f"{found['measured_gain']:.2f} times the tokens/s without, in {found['num_measured']}")
+    if found["predicted_gain"] is not None:
+        parts.append(f"predicted {found['predicted_gain']:.2f}")
+    return "; ".join(parts)
 
 
 def comparison(compared: Comparison, top: int) -> str:

@@ -46,6 +46,7 @@ FIGURES: Mapping[str, tuple[str, float, str]] = {
     "preemptions": ("preemptions", 1.0, ",.0f"),
     "swaps": ("swaps", 1.0, ",.0f"),
     "cached_share": ("prompt tokens found in the cache, %", 1e2, ".1f"),
+    "kept_share": ("drafts kept, %", 1e2, ".1f"),
 }
 """What is told of a run: a table's heading, and by what and how it is written there. Seconds are means."""
 
@@ -65,6 +66,7 @@ def figures_of(result: RunResult, trace: Trace) -> dict[str, float]:
         "preemptions": float(result.num_preemptions),
         "swaps": float(result.num_swaps),
         "cached_share": result.num_cached_tokens / int(trace.prompt_lens.sum()),
+        "kept_share": result.num_kept_drafts / max(1, result.num_draft_tokens),
     }
 
 
@@ -134,8 +136,11 @@ class Simulation:
 
     def table(self) -> str:
         """Markdown: a row for each policy, means and half their 95 % intervals over seeds."""
-        shows_cache = self.config.enable_prefix_caching
-        shown_ones = {name: how for name, how in FIGURES.items() if shows_cache or name != "cached_share"}
+        is_there = {
+            "cached_share": self.config.enable_prefix_caching,
+            "kept_share": any(run.result.num_draft_tokens for run in self.runs),
+        }
+        shown_ones = {name: how for name, how in FIGURES.items() if is_there.get(name, True)}
         base = self.policies[-1]
         has_base = len(self.policies) > 1
         headings = [

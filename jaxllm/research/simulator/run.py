@@ -26,10 +26,12 @@ from jaxllm.research.workloads.checks import check_number
 from jaxllm.research.workloads.result import RunResult
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.gains import Gains
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulingPolicy, is_policy
 from jaxllm.sched.presets import make_preset
 from jaxllm.sched.scheduler import Scheduler
+from jaxllm.sched.speculation import SpeculationCounts
 from jaxllm.types import Request
 
 _VOCAB_SIZE = 2**31 - 1
@@ -236,6 +238,9 @@ def simulate(
             for follower in followers.get(index, ()):
                 said[follower] = request.token_ids(0, request.num_known_tokens)
             feed.answered(executor.now, index)
+    counts, gains = SpeculationCounts(), Gains()
+    if scheduler.speculation is not None:
+        counts, gains = scheduler.speculation.counts, scheduler.speculation.gains
     return RunResult(
         seconds=executor.now - began_at,
         num_output_tokens=int(trace.output_lens.sum()),
@@ -254,6 +259,9 @@ def simulate(
         num_cached_tokens=num_cached,
         num_host_cached_tokens=num_host_cached,
         num_disk_cached_tokens=num_disk_cached,
+        num_draft_tokens=counts.num_drafted,
+        num_kept_drafts=counts.num_kept,
+        draft_gain=gains.measured_gain,
     )
 
 

@@ -36,6 +36,8 @@ class RunResult:
     of a processor, for these, for sending steps and for reading them. None if nobody measured it.
     `num_cached_tokens` are tokens of prompts that were found in the prefix cache instead of computed,
     `num_host_cached_tokens` those of them in host memory, `num_disk_cached_tokens` those in files.
+    `num_draft_tokens` were verified, `num_kept_drafts` of them right; `draft_gain` is tokens a second with
+    them over those predicted without, None if that is not known.
     """
 
     seconds: float
@@ -57,6 +59,9 @@ class RunResult:
     num_cached_tokens: int = 0
     num_host_cached_tokens: int = 0
     num_disk_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_kept_drafts: int = 0
+    draft_gain: float | None = None
 
     @property
     def output_tokens_per_second(self) -> float:
@@ -85,6 +90,9 @@ class RunResult:
             "num_cached_tokens": self.num_cached_tokens,
             "num_host_cached_tokens": self.num_host_cached_tokens,
             "num_disk_cached_tokens": self.num_disk_cached_tokens,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_kept_drafts": self.num_kept_drafts,
+            "draft_gain": self.draft_gain,
             "mean_first_token_seconds": float((self.first_token_times - self.arrival_times).mean()),
             "num_preemptions": self.num_preemptions,
             "num_swaps": self.num_swaps,

@@ -93,7 +93,18 @@ function showPredictions({ predictions }) {
   fillRows(byId("predictions"), rows, 4, "Nothing has been predicted yet.");
 }
 
-function showTotals({ totals }) {
+function draftsOf(drafts) {
+  if (!drafts) return [];
+  const share = drafts.drafted > 0 ? `${percent(drafts.kept / drafts.drafted)} of ${compact(drafts.drafted)}` : "";
+  const { measured_gain: measured, predicted_gain: predicted } = drafts;
+  const said = predicted === null ? "" : `predicted ${factor(predicted)}`;
+  return [
+    { name: "Drafts kept", value: compact(drafts.kept), unit: share },
+    { name: "Tokens/s with drafts over without", value: known(measured, factor), unit: said },
+  ];
+}
+
+function showTotals({ totals, drafts }) {
   // Prompt tokens are those that were computed.
   const lookedUp = totals.cached_tokens + totals.prompt_tokens - totals.recomputed_tokens;
   const share = lookedUp > 0 ? `${percent(totals.cached_tokens / lookedUp)} of prompts` : "";
@@ -106,6 +117,7 @@ function showTotals({ totals }) {
     { name: "Dropped", value: plural(totals.preemptions_recompute, "time") },
     { name: "Tokens recomputed", value: compact(totals.recomputed_tokens) },
     { name: "Copied to the host and back", value: bytes(totals.swapped_bytes) },
+    ...draftsOf(drafts),
   ]);
 }
 
