@@ -85,9 +85,7 @@ class Speculation:
         self._share = _FIRST_SHARE  # of requests for which something is proposed, by and by
         self._num_refused = 0
         self._num_right = 0.0  # of a request, likely, each time that the device drafts by itself
-        self._expected_kept = (
-            0.0  # of drafts of which it is known what became of them, since the last iteration
-        )
+        self._expected_kept = 0.0  # of drafts of the newest iteration
         self._previous: tuple[float, list[Request]] = 0.0, []  # when the newest iteration ended, and of whom
         self._has_read = False  # a prompt since then
 

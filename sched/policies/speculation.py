@@ -256,15 +256,12 @@ class ByCost:
         for depth in range(deepest if self._drafting(1, 1) is None else 1, deepest + 1):
             found = [one for one in ranked if -one[1] <= depth][: iteration.num_free]
             num_verified, expected = 0, float(num_decodes)
+            is_whole = iteration.looks_up  # else a few numbers are enough to find the best
             for count, (gain, number, _) in enumerate(found, 1):
                 num_verified += number == -1
                 expected += gain * share
-                if (
-                    count % (1 << max(0, count.bit_length() - 3))
-                    if not iteration.looks_up
-                    else count < len(found)
-                ):
-                    continue  # a few of them are enough to find the best
+                if count < len(found) if is_whole else count % (1 << max(0, count.bit_length() - 3)):
+                    continue
                 rows = math.ceil(num_verified * share), math.ceil(count * share)
                 work = VerifyingWork(num_decodes, *rows, depth, iteration.looks_up)
                 value = expected / (plain + added(work) * trust)
