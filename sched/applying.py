@@ -59,7 +59,8 @@ class Iteration:
         for request, length in plan.starting:
             if self._take_in(request, plan.fetching.get(request)) and length:
                 self._prefill.append(self._compute(request, length))
-        self._verify(plan.drafts)
+        if plan.drafts:
+            self._verify(plan.drafts)
         if self._is_empty and state.prompts:  # whoever was to wait for a copy found its blocks
             self._prefill = [self._compute(state.prompts[0], state.config.max_num_batched_tokens)]
 
