@@ -49,13 +49,14 @@ class Iteration:
         for request, _ in plan.drafts:
             state.running.leave(request)
             state.grow(request, request.num_tokens)
-        chunks = list(plan.chunks)
-        for request, decision, length in plan.resuming:
-            if self._take_in(request, decision) and request in state.prompts:
-                chunks.append((request, length))
+        resumed = [
+            (request, length)
+            for request, decision, length in plan.resuming
+            if self._take_in(request, decision) and request in state.prompts
+        ]
         if plan.decodes and state.running:
             self._advance()
-        self._prefill = [self._compute(*chunk) for chunk in chunks]
+        self._prefill = [self._compute(*chunk) for chunk in (*plan.chunks, *resumed)]
         for request, length in plan.starting:
             if self._take_in(request, plan.fetching.get(request)) and length:
                 self._prefill.append(self._compute(request, length))
