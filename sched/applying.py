@@ -251,13 +251,13 @@ class Iteration:
 
     def _verify(self, drafted: Sequence[tuple[Request, Sequence[int]]]) -> None:
         """Schedule requests' newest tokens, and as many of their drafts as there are free blocks for."""
-        state = self._state
+        state, alone = self._state, []
         for request, drafts in drafted:
             start = request.num_tokens - 1
             num_held = (len(request.block_ids) + state.pool.num_free) * state.pool.block_size
             some = drafts[: num_held - request.num_tokens]
             if not some:
-                self._decode_beside(request)
+                alone.append(request)
                 continue
             stop = start + len(some) + 1
             state.grow(request, stop)
@@ -266,19 +266,22 @@ class Iteration:
             self._num_drafts += len(some)
             chunk = PrefillChunk(request, start, stop - start, is_last=True, is_first=False, drafts=some)
             self._prefill.append(chunk)
+        if alone:
+            self._decode_beside(alone)
 
-    def _decode_beside(self, request: Request) -> None:
-        """Let a request decode that was to verify drafts; it has a block for its newest token."""
+    def _decode_beside(self, requests: Sequence[Request]) -> None:
+        """Let requests decode that were to verify drafts; they have blocks for their newest tokens."""
         state, by_arrival = self._state, operator.attrgetter("arrival_index")
-        self._decode = tuple(sorted([*self._decode, request], key=by_arrival))
-        self._num_context_tokens += request.num_tokens
-        state.progress.num_generated += 1
-        request.num_computed_tokens, request.num_tokens = request.num_tokens, request.num_tokens + 1
-        state.lookups.name_blocks(request)
-        if request.num_tokens == request.max_total_tokens:
-            state.ending.append(request)
-        else:
-            state.activate(request)
+        self._decode = tuple(sorted([*self._decode, *requests], key=by_arrival))
+        state.progress.num_generated += len(requests)
+        for request in requests:
+            self._num_context_tokens += request.num_tokens
+            request.num_computed_tokens, request.num_tokens = request.num_tokens, request.num_tokens + 1
+            state.lookups.name_blocks(request)
+            if request.num_tokens == request.max_total_tokens:
+                state.ending.append(request)
+            else:
+                state.activate(request)
 
     def _look_up(self, plan: Plan) -> bool:
         """Schedule iterations that draft on the device, as many as there are blocks for; whether any are."""

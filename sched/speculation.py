@@ -34,6 +34,21 @@ def _expected(rate: float, num_drafts: int) -> float:
     return sum([rate**j for j in range(1, num_drafts + 1)])
 
 
+def most_drafts(max_num_seqs: int, max_num_batched_tokens: int, num_tokens: int) -> int:
+    """Drafts for which an iteration has rows beside all decodes, at most `num_tokens` of each request.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    num_rows = max_num_batched_tokens - max_num_seqs
+    if num_rows < 1 and num_tokens:
+        raise ConfigError(
+            f"max_num_batched_tokens {max_num_batched_tokens} leaves no row for drafts beside the decodes of "
+            f"max_num_seqs {max_num_seqs}: raise it, lower that, or draft nothing"
+        )
+    return min(max_num_seqs * num_tokens, max(0, num_rows))
+
+
 @dataclasses.dataclass(slots=True)
 class SpeculationCounts:
     """Since the start: verifications, drafts, and those of them that were kept.

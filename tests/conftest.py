@@ -51,6 +51,6 @@ def _garbage():
 
         gc.unfreeze()
         jax.clear_caches()
-        SHARED.settings()  # those of engines are let go of when somebody asks after them next
+        SHARED.settings()  # it lets go of engines' programs where JAX has forgotten its traces
     gc.collect()
     gc.freeze()

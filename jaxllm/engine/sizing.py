@@ -129,13 +129,8 @@ def choose(config: EngineConfig, model: Model) -> Choices:
         )
         buckets = buckets.up_to(most)
     if config.speculative_config is not None:
-        most = max_num_batched_tokens - max_num_seqs
-        if most < 1 and config.speculative_config.num_speculative_tokens:
-            raise ConfigError(
-                f"max_num_batched_tokens {max_num_batched_tokens} leaves no row for drafts beside "
-                f"decodes of max_num_seqs {max_num_seqs}: raise it, lower that, or draft nothing"
-            )
-        max_drafts = config.speculative_config.max_drafts(max_num_seqs, most, model.config.vocab_size)
+        sizes = max_num_seqs, max_num_batched_tokens, model.config.vocab_size
+        max_drafts = config.speculative_config.max_drafts(*sizes)
     limits = max_num_seqs, max_num_batched_tokens, max_model_len, max_drafts
     return Choices(shape, scheduling, kernels, has_native_products, *limits, buckets)
 

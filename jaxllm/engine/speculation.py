@@ -12,7 +12,7 @@ from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost, Sp
 from jaxllm.sched.proposers import Proposer
 from jaxllm.sched.proposers.ngram import PromptLookup
 from jaxllm.sched.proposers.suffix import SuffixLookup
-from jaxllm.sched.speculation import Speculation, Verified
+from jaxllm.sched.speculation import Speculation, Verified, most_drafts
 from jaxllm.system.options import check_choice, check_range, checked_path
 from jaxllm.types import NO_TOKEN, WRONG_DRAFT, Request, SchedulerOutput, TokenLogprobs
 
@@ -93,10 +93,14 @@ class SpeculativeConfig:
         """Whether drafts are computed on the device."""
         return self.method in COMPUTED
 
-    def max_drafts(self, max_num_seqs: int, most: int, vocab_size: int) -> int:
-        """Most drafts of one step: those of all requests, at most `most`, while their logits are small."""
-        asked = max_num_seqs * self.num_speculative_tokens
-        return max(0, min(asked, most, _MOST_LOGITS_BYTES // (4 * vocab_size)))
+    def max_drafts(self, max_num_seqs: int, max_num_batched_tokens: int, vocab_size: int) -> int:
+        """Most drafts of one step: those of all requests it has rows for, while their logits are small.
+
+        Raises:
+            ConfigError: it has rows for none.
+        """
+        most = most_drafts(max_num_seqs, max_num_batched_tokens, self.num_speculative_tokens)
+        return min(most, _MOST_LOGITS_BYTES // (4 * vocab_size))
 
     def make(self, max_drafts: int, costs: CostModel, model: Proposer | None = None) -> Speculation:
         """What drafts at most so many tokens a step, by these costs of steps; each engine has its own.

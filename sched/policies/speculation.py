@@ -253,10 +253,10 @@ class ByCost:
         trust = self._trust if is_measured else 1.0
         best = (1.0 + self._margin) * num_decodes / plain
         num_best, ranked_best = 0, ranked
+        is_whole = iteration.looks_up  # else a few numbers are enough to find the best
         for depth in range(deepest if self._drafting(1, 1) is None else 1, deepest + 1):
             found = [one for one in ranked if -one[1] <= depth][: iteration.num_free]
             num_verified, expected = 0, float(num_decodes)
-            is_whole = iteration.looks_up  # else a few numbers are enough to find the best
             for count, (gain, number, _) in enumerate(found, 1):
                 num_verified += number == -1
                 expected += gain * share

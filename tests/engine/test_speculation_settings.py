@@ -36,6 +36,6 @@ def test_a_step_that_holds_decodes_alone_is_refused():
 
 def test_most_drafts_of_a_step():
     config = SpeculativeConfig(num_speculative_tokens=4)
-    assert config.max_drafts(8, 448, 4096) == 32
-    assert config.max_drafts(8, 20, 4096) == 20
-    assert config.max_drafts(64, 448, 2**17) == 128
+    assert config.max_drafts(8, 456, 4096) == 32
+    assert config.max_drafts(8, 28, 4096) == 20
+    assert config.max_drafts(64, 512, 2**17) == 128

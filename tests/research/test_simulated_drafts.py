@@ -122,3 +122,16 @@ def test_by_cost_is_as_good_as_the_best_fixed_number_on_a_gpu(batch, acceptance)
 def test_wrong_settings_are_named(given, message):
     with pytest.raises(ConfigError, match=message):
         SimulatedDrafts.of(given)
+
+
+def test_a_step_that_holds_decodes_alone_is_refused():
+    """As the engine refuses it."""
+    with pytest.raises(ConfigError, match="max_num_batched_tokens 8 leaves no row"):
+        simulate(
+            trace_of(2, 2),
+            device="h100",
+            policy="vllm_v1",
+            max_num_seqs=8,
+            max_num_batched_tokens=8,
+            speculative_config={"acceptance": 0.5, "num_speculative_tokens": 2},
+        )

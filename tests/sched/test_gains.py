@@ -1,5 +1,7 @@
 """What drafts gained in several iterations together."""
 
+import dataclasses
+
 import pytest
 
 from jaxllm.sched.gains import Gains
@@ -8,6 +10,13 @@ from jaxllm.sched.ledger import VerificationRecord
 
 def record(num_kept, expected_kept, plain, predicted, measured, num_decodes=2):
     return VerificationRecord(0, 0.0, num_decodes, 2, 8, num_kept, expected_kept, predicted, plain, measured)
+
+
+def test_gains_are_of_tokens_a_second():
+    record = VerificationRecord(3, 1.0, 2, 1, 4, 2, 1.0, 0.03, 0.02, 0.04)
+    assert record.predicted_gain == pytest.approx(1.0)  # three tokens for two, and half as long again
+    assert record.measured_gain == pytest.approx(1.0)  # four for two, in twice the time
+    assert dataclasses.replace(record, plain_seconds=None).measured_gain is None
 
 
 def test_seconds_are_added_not_gains():

@@ -13,7 +13,7 @@ from jaxllm.research.workloads.checks import check_choice
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost, SpeculationPolicy
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.sched.speculation import Speculation
+from jaxllm.sched.speculation import Speculation, most_drafts
 from jaxllm.types import Request, SchedulerOutput
 
 _RIGHT, _WRONG = 0, 1  # simulated requests sample nothing but 0
@@ -97,7 +97,7 @@ class SimulatedDrafts:
             policy = ByCost(costs, drafting=proposer.seconds)
         if self.disable_by_batch_size is not None:
             policy = BelowBatch(self.disable_by_batch_size, policy)
-        most = min(config.max_num_seqs * self.num_speculative_tokens, config.max_num_batched_tokens)
+        most = most_drafts(config.max_num_seqs, config.max_num_batched_tokens, self.num_speculative_tokens)
         speculation = Speculation(proposer, policy, self.num_speculative_tokens, most, clock=clock)
         return Drafting(speculation, drafting)
 
