@@ -13,7 +13,7 @@ from jaxllm.sched.ledger import Ledger, VerificationRecord
 from jaxllm.sched.plan import Plan
 from jaxllm.sched.policies import SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.policies.speculation import IterationRows, SpeculationPolicy, VerifyingWork
-from jaxllm.sched.proposers import Proposer
+from jaxllm.sched.proposers import ChainedProposer, Proposer
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import Request, SchedulerOutput
 
@@ -70,6 +70,7 @@ class Speculation:
         policy: says how many of them are verified.
         num_tokens: most drafts of a request in one iteration.
         max_drafts: most drafts of all of them together.
+        chained: the proposer, if it computes drafts on the device also where that goes on by itself.
         clock: seconds, for what asking takes.
 
     Attributes:
@@ -86,10 +87,11 @@ class Speculation:
         num_tokens: int,
         max_drafts: int,
         *,
+        chained: ChainedProposer | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy, self.num_tokens, self.max_drafts = policy, num_tokens, max_drafts
-        self.proposer, self._clock = proposer, clock
+        self.proposer, self._chained, self._clock = proposer, chained, clock
         self.lookup_steps = 1
         self.counts, self.gains = SpeculationCounts(), Gains()
         self._all = Acceptances()
@@ -97,7 +99,8 @@ class Speculation:
         self._ended: dict[str, History] = {}  # of those whose last drafts may not be told of yet
         self._ledger: Ledger | None = None
         self._num_fruitful = 0.0  # of each asking, by and by
-        self._share = _FIRST_SHARE  # of requests for which something is proposed, by and by
+        # Of requests for which something is proposed, by and by; what is computed always is.
+        self._share = _FIRST_SHARE if proposer.seconds(1, 1) is None else 1.0
         self._num_refused = 0
         self._num_right = 0.0  # of a request, likely, each time that the device drafts by itself
         self._expected_kept = 0.0  # of drafts of the newest iteration
@@ -132,12 +135,23 @@ class Speculation:
             return
         looks_up = self._looks_up(plan, state) and not any(one.num_in_flight for one in state.running)
         drafts = self._drafts(plan, state, only_known=True, looks_up=looks_up)
-        if not (looks_up and drafts):
-            plan.drafts = drafts
-            return
-        plan.num_lookups, plan.num_lookup_steps = self._most_each(state), self.lookup_steps
-        if self._num_right < _SURELY:
-            plan.num_lookup_steps = min(_TRIED_STEPS, self.lookup_steps)
+        if looks_up and drafts:
+            num_steps = self.lookup_steps
+            if self._num_right < _SURELY:
+                num_steps = min(_TRIED_STEPS, num_steps)
+            num_drafts = max([len(tokens) for _, tokens in drafts])
+            if self._is_prepared(state, num_steps * (num_drafts + 1)):
+                plan.num_lookups, plan.num_lookup_steps = num_drafts, num_steps
+                return
+            drafts = self._drafts(plan, state, only_known=True)
+        plan.drafts = drafts
+
+    def _is_prepared(self, state: SchedulerState, num_tokens: int) -> bool:
+        """Whether the device can draft by itself until each request has so many tokens more."""
+        running = state.running.requests
+        self._has_read |= any(request.request_id not in self._histories for request in running)
+        stops = [(one, min(one.max_total_tokens, one.num_tokens + num_tokens)) for one in running]
+        return self._chained is None or self._chained.prepare(stops)
 
     def _most_each(self, state: SchedulerState) -> int:
         """Most drafts of a request where all may have as many."""
@@ -171,7 +185,7 @@ class Speculation:
         limits = [(one, min(most, one.max_total_tokens - one.num_tokens - 1)) for one in asked]
         limits = [(request, count) for request, count in limits if count > 0]
         if is_computed:
-            drafts = self._computed(limits, plan, state, gone, only_known=only_known)
+            drafts = self._computed(limits, plan, state, gone, only_known=only_known, looks_up=looks_up)
         else:
             found = self._proposals(limits)
             is_there = bool(found)
@@ -204,16 +218,19 @@ class Speculation:
         gone: set[Request],
         *,
         only_known: bool,
+        looks_up: bool,
     ) -> _Drafts:
         """Those of a proposer that takes its time: how many are verified is decided before there are any."""
         found: _Drafts = [(request, range(count)) for request, count in limits]
-        wanted = self._cut(found, plan, state, gone) if found else []
+        wanted = self._cut(found, plan, state, gone, looks_up=looks_up) if found else []
         if not wanted:
             self._num_refused += 1
             if found and self._num_refused % _FORGETS_AFTER == 0:  # else they would never be tried again
                 for history in (self._all, *self._histories.values()):
                     history.forget()
-        return self._proposals([(one, len(places)) for one, places in wanted]) if only_known else wanted
+        if looks_up or not only_known:
+            return wanted
+        return self._proposals([(one, len(places)) for one, places in wanted])
 
     def _proposals(self, asked: Sequence[tuple[Request, int]]) -> _Drafts:
         """What is proposed of requests of which something is, as far as their grammars allow it."""
@@ -272,6 +289,8 @@ class Speculation:
         histories = self._ended if request.is_finished else self._histories
         history = histories.setdefault(request.request_id, History())
         history.proposed = ()
+        if self._chained is not None:
+            self._chained.kept(request)
         for num_drafted, num_kept in verified:
             if not num_drafted:
                 continue

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.research.bench.results import about, write_json
 from jaxllm.research.figures import COLOURS, check_picture, import_pyplot, save
 from jaxllm.sched import queues, reading, running
@@ -68,13 +69,21 @@ def params_of(kind: str, num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.8, seed=1, max_tokens=num_tokens, ignore_eos=True)
 
 
-def configs_of(args: argparse.Namespace) -> dict[str, dict[str, Any] | None]:
+def configs_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Settings by name, that without drafts first."""
-    found: dict[str, dict[str, Any] | None] = {"off": None}
+    found: dict[str, dict[str, Any]] = {"off": {}}
+    common: dict[str, Any] = {"method": args.method}
+    if args.method == "draft_model":
+        common["model"] = args.draft_model or demo_model_path()
     for count in args.fixed:
-        found[f"fixed {count}"] = {"policy": "fixed", "num_speculative_tokens": count}
-    found["by cost"] = {"policy": "cost", "num_speculative_tokens": args.most}
-    return {name: config and {"method": args.method, **config} for name, config in found.items()}
+        config = {**common, "policy": "fixed", "num_speculative_tokens": count}
+        found[f"fixed {count}"] = {"speculative_config": config}
+        if args.apart:
+            found[f"fixed {count}, apart"] = {"speculative_config": config, "num_scheduler_steps": 1}
+    if args.most:
+        config = {**common, "policy": "cost", "num_speculative_tokens": args.most}
+        found["by cost"] = {"speculative_config": config}
+    return found
 
 
 def one_run(llm: LLM, kind: str, streams: int, num_tokens: int) -> tuple[float, float, list[list[int]]]:
@@ -219,7 +228,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", help="folder of a checkpoint; by default the embedded model")
     parser.add_argument("--method", default="ngram")
     parser.add_argument("--fixed", type=sizes, default=[3, 5, 8], help="fixed numbers of drafts")
-    parser.add_argument("--most", type=int, default=8, help="most drafts by cost")
+    parser.add_argument("--draft-model", help="folder, of draft_model; by default the embedded model")
+    parser.add_argument("--apart", action="store_true", help="fixed numbers also with the host between steps")
+    parser.add_argument("--most", type=int, default=8, help="most drafts by cost; 0 for none")
     parser.add_argument("--streams", type=sizes, default=[1, 8, 64])
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["edit", "chat"])
     parser.add_argument("--tokens", type=int, default=96, help="of each output")
@@ -235,8 +246,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_json(args.out, {**about(command), "rows": rows})
         return
     llms = {
-        name: LLM(args.model, speculative_config=config, max_num_seqs=64, warm_up="all")
-        for name, config in configs_of(args).items()
+        name: LLM(args.model, max_num_seqs=64, warm_up="all", **settings)
+        for name, settings in configs_of(args).items()
     }
     rows = []
     for kind in args.kinds:

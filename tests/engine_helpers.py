@@ -1,5 +1,6 @@
 """Engines over one executor, with and without preemption."""
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from jaxllm.engine.engine import Engine
+from jaxllm.executor.programs import PackedStep
 from jaxllm.llm import LLM
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.sched.cache.preview import PoolPreview
@@ -92,17 +94,26 @@ class _ScriptedPlanner(PolicyPlanner):
 class Knowing:
     """Proposes right tokens, and wrong or any others after them, as a script of numbers says.
 
-    `answers` are the right outputs, by request id.
+    `answers` are the right outputs, by request id. It computes its drafts if `seconds` are given, and is
+    prepared to do so by itself now and then.
     """
 
-    def __init__(self, answers, script, vocab_size=4096):
+    def __init__(self, answers, script, vocab_size=4096, seconds=None):
         self.answers, self.script, self.vocab_size = answers, itertools.cycle(script), vocab_size
+        self.takes, self.prepared = seconds, set()
 
     def propose(self, asked):
         return [self._draw(request, num_tokens) for request, num_tokens in asked]
 
     def seconds(self, num_requests, num_tokens):
-        return None
+        return self.takes
+
+    def prepare(self, asked):
+        self.prepared = {request for request, _ in asked} if next(self.script) % 3 else set()
+        return bool(self.prepared)
+
+    def kept(self, request):
+        self.prepared.discard(request)
 
     def _draw(self, request, num_tokens):
         done = len(request.output_token_ids)
@@ -114,6 +125,47 @@ class Knowing:
 
     def forget(self, request):
         pass
+
+
+class Noting:
+    """Passes on to what drafts, and notes what it drafted after which tokens."""
+
+    def __init__(self, part):
+        self.part, self.noted = part, []
+        self.seconds, self.forget = part.seconds, part.forget
+
+    def propose(self, asked):
+        drafts = self.part.propose(asked)
+        for (request, count), tokens in zip(asked, drafts, strict=True):
+            self.noted.append((request.token_ids(0, request.num_known_tokens), count, tokens))
+        return drafts
+
+
+@contextlib.contextmanager
+def noting_chains(executor):
+    """Notes drafts of iterations that follow one another: whose, after how many tokens, and these."""
+    noted, sent, execute, run = [], [], executor.execute, executor.run
+
+    def executing(scheduled):
+        sent.append(scheduled)
+        return execute(scheduled)
+
+    def running(key, packed, keeps_logits):
+        if key.takes_drafts:
+            inputs = PackedStep(key, executor.config.max_num_seqs, executor.block_size)
+            inputs.array[:] = packed
+            for row, request in enumerate(sent[-1].decode):
+                length = int(inputs.decode_lengths[row])
+                count = min(inputs.num_drafts[0], inputs.limits[row] - length - 1)
+                if length and count > 0:
+                    noted.append((request, length, inputs.drafts[:count, row].tolist()))
+        return run(key, packed, keeps_logits)
+
+    executor.execute, executor.run = executing, running
+    try:
+        yield noted
+    finally:
+        del executor.execute, executor.run
 
 
 def restless(**parts):

@@ -78,6 +78,7 @@ class Draft:
             config,
             self.most,
             model.device,
+            lambda: executor.carried,
         )
 
     def _load(self, formats: LinearFormats) -> Params:
@@ -119,7 +120,7 @@ class Heads:
             lambda name: name.removeprefix("medusa_heads."),
         )
         return MedusaHeads(
-            self.config, load, executor.config, self.most, lambda: executor.hidden, self.device
+            self.config, load, executor.config, self.most, lambda: executor.carried, self.device
         )
 
 
@@ -153,7 +154,7 @@ class Eagle:
         config = dataclasses.replace(executor.config, max_model_len=longest)
         heads = dataclasses.replace(self.config, layer=layer.with_max_model_len(longest))
         core = Eagle3Core(heads, config, self.most)
-        return DraftModel(core, load, config, self.most, self.device, lambda: executor.layers)
+        return DraftModel(core, load, config, self.most, self.device, lambda: executor.carried)
 
 
 def read_draft(config: EngineConfig, model: Model, chosen: sizing.Choices) -> Draft | Heads | Eagle | None:

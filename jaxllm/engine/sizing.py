@@ -238,6 +238,8 @@ def _executor_config(
     lookup, drafts = None, config.speculative_config
     if drafts is not None and drafts.method == "ngram" and chosen.max_drafts:
         lookup = Lookup(drafts.num_speculative_tokens, drafts.prompt_lookup_min, drafts.prompt_lookup_max)
+    elif drafts is not None and drafts.is_computed and chosen.max_drafts:
+        lookup = Lookup(drafts.num_speculative_tokens)
     has_stages, most = model.placement.num_stages > 1, min(MAX_DECODE_STEPS, config.block_size)
     return ExecutorConfig(
         num_gpu_blocks=limits.num_gpu_blocks,

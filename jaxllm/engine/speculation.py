@@ -9,7 +9,7 @@ from typing import Any
 from jaxllm.errors import ConfigError, did_you_mean, shown
 from jaxllm.predictors.base import CostModel
 from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost, SpeculationPolicy
-from jaxllm.sched.proposers import Proposer
+from jaxllm.sched.proposers import ChainedProposer, Proposer
 from jaxllm.sched.proposers.ngram import PromptLookup
 from jaxllm.sched.proposers.suffix import SuffixLookup
 from jaxllm.sched.speculation import Speculation, Verified, most_drafts
@@ -102,7 +102,7 @@ class SpeculativeConfig:
         most = most_drafts(max_num_seqs, max_num_batched_tokens, self.num_speculative_tokens)
         return min(most, _MOST_LOGITS_BYTES // (4 * vocab_size))
 
-    def make(self, max_drafts: int, costs: CostModel, model: Proposer | None = None) -> Speculation:
+    def make(self, max_drafts: int, costs: CostModel, model: ChainedProposer | None = None) -> Speculation:
         """What drafts at most so many tokens a step, by these costs of steps; each engine has its own.
 
         `model` proposes them if they are computed.
@@ -117,7 +117,7 @@ class SpeculativeConfig:
             policy = ByCost(costs, drafting=proposer.seconds)
         if self.disable_by_batch_size is not None:
             policy = BelowBatch(self.disable_by_batch_size, policy)
-        return Speculation(proposer, policy, self.num_speculative_tokens, max_drafts)
+        return Speculation(proposer, policy, self.num_speculative_tokens, max_drafts, chained=model)
 
 
 def speculative_config(name: str, value: object) -> SpeculativeConfig | None:

@@ -19,7 +19,7 @@ class ExecutorConfig:
     """Sizes the executor's arrays and programs are built for.
 
     `max_drafts`: most drafts that one step verifies.
-    `lookup`: how programs of several iterations draft, if they do.
+    `lookup`: how iterations draft of which each goes on from what the one before it kept, if there are any.
     `num_hidden`: of each slot so many of the newest hidden states are kept on the device.
     `kept_layers`: what these layers are given is kept on the device, of each token with KV in the pool.
     `kv_dtype`: keys and values are stored as that, one of `KV_DTYPES`; None is `dtype`.
@@ -84,7 +84,7 @@ class ExecutorConfig:
 
     @property
     def lookup_sizes(self) -> tuple[int, ...]:
-        """Decode batches for which programs of several iterations draft, in ascending order."""
+        """Decode batches that may draft in several iterations without the host, in ascending order."""
         if self.lookup is None or self.max_decode_steps == 1:
             return ()
         most = self.max_drafts // self.lookup.num_drafts
@@ -116,6 +116,10 @@ class ExecutorConfig:
         return key if num_samples <= self.max_num_seqs else key._replace(max_samples=num_samples)
 
     def lookup_key(self, rows: int) -> ProgramKey:
-        """The program of several iterations of so many requests, each with drafts that it looks up."""
+        """The program of several iterations of so many requests, each with drafts that it looks up.
+
+        Of one of them, if drafts are given.
+        """
         assert self.lookup is not None
-        return ProgramKey(rows, 0, self.max_decode_steps, num_lookups=self.lookup.num_drafts)
+        num_steps = self.max_decode_steps if self.lookup.most else 1
+        return ProgramKey(rows, 0, num_steps, num_lookups=self.lookup.num_drafts)

@@ -19,7 +19,8 @@ from jaxllm.errors import CapacityError
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.draft_programs import DraftCore, DraftInputs, DraftKey, DraftPrograms
 from jaxllm.executor.drafted import DraftBatch, Drafted, warm_up_filling
-from jaxllm.executor.drafter import DraftTimes, seconds_of
+from jaxllm.executor.drafter import DraftTimes, Feed, seconds_of, shapes_of
+from jaxllm.executor.programs import EngineState
 from jaxllm.models.registry import Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.types import Request, RequestStatus
@@ -29,13 +30,15 @@ from jaxllm.types import Request, RequestStatus
 class _Held:
     """The KV of a request: its blocks, how many of its tokens are in them, and drafts behind them.
 
-    These were computed, too, and are right as far as they are what came from place `num_tokens` on.
+    These were computed, too, and are right as far as they are what came from place `num_tokens` on. With
+    `is_chained` it drafts in iterations of which the host does not know yet what they kept.
     """
 
     request: Request
     blocks: list[int]
     num_tokens: int = 0
     drafts: Sequence[int] = ()
+    is_chained: bool = False
 
 
 class DraftModel:
@@ -51,7 +54,7 @@ class DraftModel:
         config: sizes of its pool, and of the batches that it drafts for.
         most: most tokens of a request.
         device: where.
-        layers: the executor's `step.DeviceState.layers`.
+        carried: the executor's state without its pool; None to draft for one iteration at a time.
 
     Raises:
         CapacityError: its pool does not fit.
@@ -65,11 +68,11 @@ class DraftModel:
         config: ExecutorConfig,
         most: int,
         device: jax.Device,
-        layers: Callable[[], jax.Array | None] = lambda: None,
+        carried: Callable[[], EngineState] | None = None,
     ) -> None:
         self.core, self.config, self.most = core, config, most
-        self._device, self._load, self._layers = device, load, layers
-        self._programs = DraftPrograms(core, config, most, device)
+        self._device, self._load, self._carried = device, load, carried
+        self._programs = DraftPrograms(core, config, most, device, carried and shapes_of(carried()))
         self._times = DraftTimes(most)
         self._held: dict[str, _Held] = {}  # who has drafted last comes last
         self._is_warm = self._is_released = False
@@ -126,7 +129,7 @@ class DraftModel:
         self._is_released = True
         self._programs.close()
         self._held.clear()
-        self._params, self._pool, self._layers = {}, None, lambda: None
+        self._params, self._pool, self._carried = {}, None, None
 
     @property
     def num_free_blocks(self) -> int:
@@ -153,6 +156,9 @@ class DraftModel:
                 took.append(seconds_of(functools.partial(self._read, key, inputs)))
             self._times.measured(key.seqs, *took)
         warm_up_filling(self.config, self._run(key, inputs))
+        for size, chain in self._programs.chains.items():
+            tables = np.zeros((chain.num_rows, self.config.max_blocks), np.int32)
+            self._feed(size, tables, *(np.zeros(one.shape, np.int32) for one in chain.shapes()))
         self._is_warm = True
 
     # A proposer
@@ -171,13 +177,8 @@ class DraftModel:
     def propose(self, asked: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """See `jaxllm.sched.proposers.Proposer`; nothing until the programs are compiled."""
         found: list[Sequence[int]] = [()] * len(asked)
-        if self._is_released or not self._programs.is_ready:
+        if not self._is_ready():
             return found
-        for held in list(self._held.values()):
-            if held.request.status is not RequestStatus.RUNNING:
-                self.forget(held.request)
-        if not self._is_warm:
-            self.warm_up()
         names = {request.request_id for request, _ in asked}
         drafted: list[tuple[int, _Held, int]] = []
         for place, (request, wanted) in enumerate(asked):
@@ -196,6 +197,65 @@ class DraftModel:
             held.num_tokens = self._num_seen(held.request)
             held.drafts = tokens[:-1] if self.core.keeps_drafts else ()
         return found
+
+    def _is_ready(self) -> bool:
+        """Whether it can draft, now that nothing is held of those who do not run."""
+        if self._is_released or not self._programs.is_ready:
+            return False
+        for held in list(self._held.values()):
+            if held.request.status is not RequestStatus.RUNNING:
+                self.forget(held.request)
+        if not self._is_warm:
+            self.warm_up()
+        return True
+
+    # Iterations that follow one another
+
+    @under_jax_defaults
+    def prepare(self, asked: Sequence[tuple[Request, int]]) -> bool:
+        """See `jaxllm.sched.proposers.ChainedProposer`."""
+        if not (self._is_ready() and self._programs.chains):
+            return False
+        names = {request.request_id for request, _ in asked}
+        return all(
+            self._num_seen(request) > 0
+            and self.core.follows(request)
+            and stop <= self.config.max_model_len
+            and self._room_for(request, stop, names) is not None
+            for request, stop in asked
+        )
+
+    @under_jax_defaults
+    def begin(self, requests: Sequence[Request], size: int) -> Feed:
+        """See `Drafter`."""
+        helds = [self._held[request.request_id] for request in requests]
+        self._catch_up(helds)
+        tables = np.zeros((self._programs.chains[size].num_rows, self.config.max_blocks), np.int32)
+        for number, held in enumerate(helds):
+            held.is_chained = True
+            tables[number, : len(held.blocks)] = held.blocks
+        return functools.partial(self._feed, size, jax.device_put(tables, self._device))
+
+    def kept(self, request: Request) -> None:
+        """See `jaxllm.sched.proposers.ChainedProposer`."""
+        held = self._held.get(request.request_id)
+        if held is not None and held.is_chained:
+            held.num_tokens = max(held.num_tokens, self._num_seen(request) - self.core.num_new)
+            held.is_chained = False
+
+    def _feed(
+        self,
+        size: int,
+        tables: jax.Array | np.ndarray,
+        packed: jax.Array | np.ndarray,
+        lengths: jax.Array | np.ndarray,
+    ) -> jax.Array:
+        assert self._carried is not None
+        program = self._programs.get(self._programs.chains[size])
+        self._pool, inputs = program(self._params, self._pool, self._carried(), tables, packed, lengths)
+        return inputs
+
+    # Its computing
 
     def _num_seen(self, request: Request) -> int:
         """How many of a request's tokens are to be in the pool before any are drafted."""
@@ -271,5 +331,6 @@ class DraftModel:
         return self._run(key, inputs)
 
     def _run(self, key: DraftKey, inputs: DraftInputs) -> jax.Array:
-        self._pool, drafts = self._programs.get(key)(self._params, self._pool, self._layers(), inputs)
+        layers = None if self._carried is None else self._carried().layers
+        self._pool, drafts = self._programs.get(key)(self._params, self._pool, layers, inputs)
         return drafts

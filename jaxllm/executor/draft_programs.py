@@ -11,18 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxllm.executor.chain import Chain, chains_of
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.drafter import CompiledAhead, placed
 from jaxllm.executor.fastest import FASTEST
-from jaxllm.executor.programs import state_shapes
+from jaxllm.executor.programs import EngineState, state_shapes
 from jaxllm.executor.sampler import largest
 from jaxllm.executor.step import forward
-from jaxllm.executor.step_rows import DecodeInputs, PrefillInputs
+from jaxllm.executor.step_rows import DecodeInputs, PrefillInputs, chunk_of, slot_of
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.registry import abstract_params, bind
 from jaxllm.types import Request
 
 _CATCH_UP_ROWS = 128
+Array = Any
+"""Of numpy's on the host, and of JAX's in programs."""
 
 
 class DraftKey(NamedTuple):
@@ -40,13 +43,13 @@ class DraftInputs(NamedTuple):
     [C], tokens to draft; `num_seqs` [1]; `block_tables` [C, M]. All int32.
     """
 
-    tokens: np.ndarray
-    sources: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    counts: np.ndarray
-    num_seqs: np.ndarray
-    block_tables: np.ndarray
+    tokens: Array
+    sources: Array
+    starts: Array
+    lengths: Array
+    counts: Array
+    num_seqs: Array
+    block_tables: Array
 
     @classmethod
     def zeros(cls, key: DraftKey, max_blocks: int) -> DraftInputs:
@@ -212,7 +215,53 @@ def run_draft(
     return pool, drafts
 
 
-class DraftPrograms(CompiledAhead[DraftKey]):
+def run_chained(
+    core: DraftCore,
+    most: int,
+    chain: Chain,
+    params: Any,
+    pool: jax.Array,
+    carried: EngineState,
+    block_tables: jax.Array,
+    packed: jax.Array,
+    lengths: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Draft as `run_draft` does, by what the device knows, for one of several iterations.
+
+    Args:
+        core, most: as there; the K that an iteration takes are at most as many (static).
+        chain: how its inputs lie (static).
+        params, pool: as there.
+        carried: an executor's state without its pool.
+        block_tables: [B, M] int32, of what drafts. All is in its pool but the newest `num_new` tokens.
+        packed, lengths: of `Chain.rows`.
+
+    Returns:
+        The pool, and the inputs of the iteration with its drafts.
+    """
+    rows = chain.rows(carried.tables, packed, lengths)
+    is_there = jnp.arange(chain.num_rows) < rows.num_seqs[0]
+    seen = jnp.where(is_there, jnp.maximum(lengths - core.num_behind, 1), 0)  # of who has ended any will do
+    new = jnp.minimum(seen, core.num_new)
+    starts = jnp.pad(jnp.cumsum(new), (1, 0))
+    row = jnp.arange(core.num_new * chain.num_rows)
+    of_rows = jnp.minimum(chunk_of(starts[1:], row), chain.num_rows - 1)
+    places = jnp.where(row < starts[-1], (seen - new - starts[:-1])[of_rows] + row, 0)
+    size = chain.block_size
+    inputs = DraftInputs(
+        tokens=carried.history[rows.slots[of_rows], places + core.num_behind],
+        sources=slot_of(rows.tables, of_rows, places, size),
+        starts=starts,
+        lengths=seen,
+        counts=rows.counts,
+        num_seqs=rows.num_seqs,
+        block_tables=block_tables,
+    )
+    pool, drafts = run_draft(core, most, chain.num_rows, params, pool, carried.layers, inputs)
+    return pool, chain.filled(packed, lengths, drafts[: chain.key.num_lookups])
+
+
+class DraftPrograms(CompiledAhead[DraftKey | Chain]):
     """The programs of what drafts.
 
     Args:
@@ -220,20 +269,36 @@ class DraftPrograms(CompiledAhead[DraftKey]):
         config: sizes of its arrays, and of the batches that it drafts for.
         most: most tokens that it drafts of a request.
         device: to compile for.
+        carried: an executor's state without its pool, or its shapes; None to draft for no iterations that
+            follow one another.
     """
 
-    def __init__(self, core: DraftCore, config: ExecutorConfig, most: int, device: jax.Device) -> None:
+    def __init__(
+        self,
+        core: DraftCore,
+        config: ExecutorConfig,
+        most: int,
+        device: jax.Device,
+        carried: EngineState | None = None,
+    ) -> None:
         self._core, self._config, self._most, self._device = core, config, most, device
+        self._carried = carried
+        self.chains = {} if carried is None else chains_of(config)
         buckets = config.buckets
         sizes = sorted({min(_CATCH_UP_ROWS, buckets.sizes[-1]), buckets.sizes[-1]})
         self.drafting = [DraftKey(core.num_new * size, size) for size in buckets.decode]
         self.catching_up = [DraftKey(size, buckets.max_chunks(size)) for size in sizes]
-        super().__init__([*reversed(self.drafting), *self.catching_up])
+        super().__init__([*reversed(self.drafting), *self.catching_up, *self.chains.values()])
 
-    def lower(self, key: DraftKey) -> jax.stages.Lowered:
+    def lower(self, key: DraftKey | Chain) -> jax.stages.Lowered:
         """See `CompiledAhead`."""
-        width = max(key.seqs, self.drafting[-1].seqs)
-        jitted, arguments = draft_program(self._core, self._most, width, key, self._config.max_blocks)
+        most, max_blocks = self._most, self._config.max_blocks
+        if isinstance(key, Chain):
+            assert self._carried is not None
+            jitted, arguments = chained_program(self._core, most, key, self._carried, max_blocks)
+        else:
+            width = max(key.seqs, self.drafting[-1].seqs)
+            jitted, arguments = draft_program(self._core, most, width, key, max_blocks)
         return jitted.lower(*placed(arguments, self._device))
 
 
@@ -243,6 +308,15 @@ def draft_program(
     """`run_draft`, which updates the pool in place, and its arguments, from shapes alone."""
     arguments = core.params(), core.pool(), core.layers(), DraftInputs.zeros(key, max_blocks)
     return jax.jit(functools.partial(run_draft, core, most, width), donate_argnums=1), arguments
+
+
+def chained_program(
+    core: DraftCore, most: int, chain: Chain, carried: EngineState, max_blocks: int
+) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
+    """`run_chained`, which updates the pool in place, and its arguments, from shapes alone."""
+    tables = jax.ShapeDtypeStruct((chain.num_rows, max_blocks), jnp.int32)
+    arguments = core.params(), core.pool(), carried, tables, *chain.shapes()
+    return jax.jit(functools.partial(run_chained, core, most, chain), donate_argnums=1), arguments
 
 
 def implementation_of(config: ExecutorConfig) -> str | None:

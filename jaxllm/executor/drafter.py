@@ -13,15 +13,24 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxllm.errors import EngineError
 from jaxllm.pallas_kernels.settings import under_jax_defaults
-from jaxllm.sched.proposers import Proposer
+from jaxllm.sched.proposers import ChainedProposer
 from jaxllm.system.threads import WorkingThread, is_interpreter_exiting
+from jaxllm.types import Request
 
 _Key = TypeVar("_Key", bound=Hashable)
 _NUM_RUNS = 3  # to measure what they take; the first ones take longer
 
 
-class Drafter(Proposer, Protocol):
+Feed = Callable[[jax.Array, jax.Array], jax.Array]
+"""Drafts for an iteration, by `packed` and `lengths` as of `chain.Chain.rows`: gives what that takes."""
+
+
+class Drafter(ChainedProposer, Protocol):
     """A proposer with weights on the device."""
+
+    def begin(self, requests: Sequence[Request], size: int) -> Feed:
+        """Draft for iterations of a batch of `size` that follow one another, for which it is prepared."""
+        ...
 
     def warm_up(self) -> None:
         """Compile what is not compiled, and measure what it takes."""
@@ -42,6 +51,11 @@ class Drafter(Proposer, Protocol):
     def release(self) -> None:
         """Let go of everything: nothing will be drafted any more."""
         ...
+
+
+def shapes_of(arrays: Any) -> Any:
+    """Shapes and dtypes of arrays."""
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
 
 
 def placed(arguments: Any, device: jax.Device) -> Any:

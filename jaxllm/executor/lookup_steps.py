@@ -1,7 +1,9 @@
-"""Decode iterations that draft by prompt lookup, several of them in one program, without the host between.
+"""Decode iterations with drafts, each on what the one before it kept, without the host between.
 
-In each the device looks for what followed a request's newest tokens before, as `sched.proposers.ngram` does,
-computes these drafts behind the newest token, samples each place, and keeps what is as sampled:
+By prompt lookup there are several in one program: in each the device looks for what followed a request's
+newest tokens before, as `sched.proposers.ngram` does. Drafts of a model or of heads come from a program of
+their own (`jaxllm.executor.chain`), and go into one iteration. They are computed behind the newest token,
+each place is sampled, and what is as sampled is kept:
 
     history   ... newest | draft draft draft |        each place is sampled with the row's own seed
     sampled                a     b     c     d        and options at its position: a is kept, b if the
@@ -27,11 +29,14 @@ from jaxllm.types import NO_TOKEN, WRONG_DRAFT
 
 
 class Lookup(NamedTuple):
-    """Static of a program that drafts: most drafts of a request in an iteration, and how long runs may be."""
+    """Static of programs that draft: most drafts of a request in an iteration, and how long runs may be.
+
+    None are looked for if `most` is 0: the drafts are given.
+    """
 
     num_drafts: int
-    least: int
-    most: int
+    least: int = 0
+    most: int = 0
 
 
 def look_up(history: jax.Array, lengths: jax.Array, lookup: Lookup) -> tuple[jax.Array, jax.Array]:
@@ -80,6 +85,7 @@ def run_lookup_steps(
     limits: jax.Array,
     num_drafts: jax.Array,
     num_steps: jax.Array,
+    given: jax.Array | None = None,
     *,
     max_steps: int,
     lookup: Lookup,
@@ -93,13 +99,15 @@ def run_lookup_steps(
         limits: [B] int32, how many tokens each may have at the end.
         num_drafts: int32, most drafts of each in an iteration.
         num_steps: int32, iterations to compute.
+        given: [K, B] int32, drafts of the only iteration; None to look for them.
         max_steps: the most there may be (static).
         lookup: how drafts are found (static).
         options: static ones of `run_step`.
 
     Returns:
         The state, and outputs with `[max_steps * B * (K + 1)]` rows, one iteration after another. What a row
-        did not keep is `WRONG_DRAFT` where there was a draft, else `NO_TOKEN`.
+        did not keep is `WRONG_DRAFT` where there was a draft, else `NO_TOKEN`. Their `lengths` are the
+        known tokens of who goes on after that, 0 of others.
     """
     rows, width = decode.slots.shape[0], lookup.num_drafts + 1
     places, of_rows = jnp.arange(width), jnp.arange(rows)
@@ -172,7 +180,10 @@ def run_lookup_steps(
 
     def body(carry: _Carry) -> _Carry:
         turn, state, lengths, is_live, collected = carry
-        drafts, are_there = look_up(state.history[decode.slots], lengths, lookup)
+        if given is None:
+            drafts, are_there = look_up(state.history[decode.slots], lengths, lookup)
+        else:
+            drafts, are_there = given.T, jnp.array(True)
         room = jnp.minimum(num_drafts, limits - lengths - 1)
         counts = jnp.where(is_live, 1 + jnp.where(are_there, room, 0), 0)
         state, sampled = lax.platform_dependent(
@@ -197,6 +208,10 @@ def run_lookup_steps(
         (decode.lengths > 0) & (decode.lengths < limits),
         jnp.full((max_steps, rows, width), NO_TOKEN, jnp.int32),
     )
-    carry = lax.while_loop(lambda carry: (carry.turn < num_steps) & jnp.any(carry.is_live), body, carry)
+    if given is None:
+        carry = lax.while_loop(lambda carry: (carry.turn < num_steps) & jnp.any(carry.is_live), body, carry)
+    else:
+        carry = body(carry)
     sampled = SampledRows(carry.collected.reshape(-1), None)
-    return carry.state, StepOutputs(sampled, None, jnp.zeros((0, config.num_head_rows), jnp.float32))
+    lengths = jnp.where(carry.is_live, carry.lengths, 0)
+    return carry.state, StepOutputs(sampled, None, jnp.zeros((0, config.num_head_rows), jnp.float32), lengths)

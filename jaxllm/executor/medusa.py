@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.errors import EngineError
+from jaxllm.executor.chain import Chain, chains_of
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.drafted import DraftBatch, Drafted, warm_up_filling
-from jaxllm.executor.drafter import CompiledAhead, DraftTimes, placed, seconds_of
+from jaxllm.executor.drafter import CompiledAhead, DraftTimes, Feed, placed, seconds_of, shapes_of
+from jaxllm.executor.programs import EngineState
 from jaxllm.executor.sampler import largest
 from jaxllm.models.linear_weights import product
 from jaxllm.models.medusa import TOKEN_MAP, MedusaConfig
@@ -61,23 +65,61 @@ def run_heads(
     return jnp.pad(jnp.stack(drafts), ((0, 0), (0, width - places.shape[1])))
 
 
-class _Programs(CompiledAhead[int]):
-    """One for each size of a batch."""
+def run_chained(
+    config: MedusaConfig,
+    most: int,
+    chain: Chain,
+    params: Mapping[str, jax.Array],
+    carried: EngineState,
+    packed: jax.Array,
+    lengths: jax.Array,
+) -> jax.Array:
+    """Draft for one of several iterations that follow one another.
 
-    def __init__(self, heads: MedusaConfig, config: ExecutorConfig, most: int, device: jax.Device) -> None:
+    Args:
+        config, most, params: as of `run_heads`.
+        chain: how its inputs lie (static).
+        carried: an executor's state without its pool.
+        packed, lengths: of `Chain.rows`.
+
+    Returns:
+        The inputs of the iteration with its drafts.
+    """
+    rows = chain.rows(carried.tables, packed, lengths)
+    places = jnp.stack([rows.slots, jnp.maximum(lengths - 2, 0)])
+    assert carried.hidden is not None
+    drafts = run_heads(config, most, chain.num_rows, params, carried.hidden, places)
+    return chain.filled(packed, lengths, drafts[: chain.key.num_lookups])
+
+
+def _released() -> EngineState:
+    raise EngineError("what drafts was released with its engine; make a new LLM")
+
+
+class _Programs(CompiledAhead[int | Chain]):
+    """One for each size of a batch, and for those in iterations that follow one another."""
+
+    def __init__(
+        self, heads: MedusaConfig, config: ExecutorConfig, most: int, carried: EngineState, device: jax.Device
+    ) -> None:
         self._heads, self._config, self._most, self._device = heads, config, most, device
-        super().__init__([*reversed(config.buckets.decode)])
+        self._carried, self.chains = carried, chains_of(config)
+        super().__init__([*reversed(config.buckets.decode), *self.chains.values()])
 
-    def lower(self, key: int) -> jax.stages.Lowered:
+    def lower(self, key: int | Chain) -> jax.stages.Lowered:
         """See `CompiledAhead`."""
-        config, dtype = self._config, jnp.dtype(self._config.dtype)
+        dtype = jnp.dtype(self._config.dtype)
         params = {
             name: jax.ShapeDtypeStruct(shape, jnp.int32 if name == TOKEN_MAP else dtype)
             for name, shape in self._heads.shapes().items()
         }
-        kept = (config.max_num_seqs + 1, config.num_hidden, self._heads.hidden_size)
-        arguments = params, jax.ShapeDtypeStruct(kept, dtype), jax.ShapeDtypeStruct((2, key), jnp.int32)
-        run = functools.partial(run_heads, self._heads, self._most, self._config.buckets.decode[-1])
+        arguments: tuple[Any, ...] = params, self._carried
+        if isinstance(key, Chain):
+            run: Callable[..., jax.Array] = functools.partial(run_chained, self._heads, self._most, key)
+            arguments += key.shapes()
+        else:
+            run = functools.partial(run_heads, self._heads, self._most, self._config.buckets.decode[-1])
+            arguments = params, self._carried.hidden, jax.ShapeDtypeStruct((2, key), jnp.int32)
         return jax.jit(run).lower(*placed(arguments, self._device))
 
 
@@ -92,7 +134,7 @@ class MedusaHeads:
         load: reads their weights.
         config: sizes of the executor's batches.
         most: most tokens of a request, at most as many as there are heads.
-        hidden: the executor's hidden states.
+        carried: the executor's state without its pool.
         device: where.
     """
 
@@ -102,14 +144,14 @@ class MedusaHeads:
         load: Callable[[], dict[str, jax.Array]],
         config: ExecutorConfig,
         most: int,
-        hidden: Callable[[], jax.Array | None],
+        carried: Callable[[], EngineState],
         device: jax.Device,
     ) -> None:
         self.heads, self.most = heads, most
-        self._load, self._config, self._hidden = load, config, hidden
+        self._load, self._config, self._carried = load, config, carried
         self._sizes = config.buckets.decode
         self._params: Mapping[str, jax.Array] = load()
-        self._programs = _Programs(heads, config, most, device)
+        self._programs = _Programs(heads, config, most, shapes_of(carried()), device)
         self._times = DraftTimes(most)
         self._is_warm = self._is_released = False
         self._resumed: dict[
@@ -132,7 +174,7 @@ class MedusaHeads:
         """See `Drafter`."""
         self._is_released, self._params = True, {}
         self._programs.close()
-        self._hidden = lambda: None
+        self._carried = _released
 
     @under_jax_defaults
     def warm_up(self) -> None:
@@ -146,6 +188,8 @@ class MedusaHeads:
             seconds = seconds_of(functools.partial(self._read, size, np.zeros((2, size), np.int32)))
             self._times.measured(size, seconds, seconds)
         warm_up_filling(self._config, self._run(size, np.zeros((2, size), np.int32)))
+        for size, chain in self._programs.chains.items():
+            self._feed(size, *(np.zeros(one.shape, np.int32) for one in chain.shapes()))
         self._is_warm = True
 
     def seconds(self, num_requests: int, num_tokens: int) -> float:
@@ -160,10 +204,8 @@ class MedusaHeads:
     def propose(self, asked: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """See `jaxllm.sched.proposers.Proposer`; nothing until the programs are compiled."""
         found: list[Sequence[int]] = [()] * len(asked)
-        if self._is_released or not self._programs.is_ready:
+        if not self._is_ready():
             return found
-        if not self._is_warm:
-            self.warm_up()
         places = [place for place, (request, _) in enumerate(asked) if self._is_newest_known(request)]
         if not places:
             return found
@@ -177,6 +219,31 @@ class MedusaHeads:
             found[place] = Drafted(drafts, column, min(asked[place][1], self.most))
         return found
 
+    def _is_ready(self) -> bool:
+        if self._is_released or not self._programs.is_ready:
+            return False
+        if not self._is_warm:
+            self.warm_up()
+        return True
+
+    @under_jax_defaults
+    def prepare(self, asked: Sequence[tuple[Request, int]]) -> bool:
+        """See `jaxllm.sched.proposers.ChainedProposer`."""
+        is_ready = self._is_ready() and bool(self._programs.chains)
+        return is_ready and all(self._is_newest_known(request) for request, _ in asked)
+
+    def kept(self, request: Request) -> None:
+        """See `jaxllm.sched.proposers.ChainedProposer`; nothing is held of it."""
+
+    def begin(self, requests: Sequence[Request], size: int) -> Feed:
+        """See `Drafter`."""
+        return functools.partial(self._feed, size)
+
+    def _feed(self, size: int, packed: jax.Array | np.ndarray, lengths: jax.Array | np.ndarray) -> jax.Array:
+        program = self._programs.get(self._programs.chains[size])
+        inputs: jax.Array = program(self._params, self._carried(), packed, lengths)
+        return inputs
+
     def _is_newest_known(self, request: Request) -> bool:
         """Whether the newest token was sampled in the request's present slot."""
         num_preempted, length = request.metrics.num_preemptions, request.num_known_tokens
@@ -187,7 +254,7 @@ class MedusaHeads:
         return request.slot is not None and length > since
 
     def _run(self, size: int, places: np.ndarray) -> jax.Array:
-        return self._programs.get(size)(self._params, self._hidden(), places)
+        return self._programs.get(size)(self._params, self._carried().hidden, places)
 
     def _read(self, size: int, places: np.ndarray) -> np.ndarray:
         return np.asarray(self._run(size, places))

@@ -157,10 +157,29 @@ class ModelExecutor(Worker):
             parts = [(self._begin(part), places) for part, places in self._parts.split(scheduled)]
             return StepInParts(parts, len(scheduled.decode))
         key, packed, rows, _ = self._prepare(scheduled)
+        if scheduled.num_lookups and key.takes_drafts:
+            return self._run_chained(scheduled, key, packed)
         outputs = self.run(key, packed, bool(rows))
         apart = self._sample_apart(scheduled, rows, outputs) if rows else ()
         wait = None if self.others is None else self.others.wait
         return PendingStep(scheduled, outputs, key.rows, apart, key.num_lookups + 1, wait)
+
+    def _run_chained(
+        self, scheduled: SchedulerOutput, key: ProgramKey, packed: np.ndarray | jax.Array
+    ) -> PendingStep:
+        """Start iterations whose drafts are computed between them."""
+        assert self.drafter is not None
+        feed = self.drafter.begin(scheduled.decode, key.rows)
+        num_rows = key.num_decodes(self.config.max_num_seqs)
+        first, lengths = jax.device_put((packed, packed[num_rows : 2 * num_rows]), self._device)
+        found = []
+        for _ in range(scheduled.num_decode_steps):
+            inputs = jax.device_put(feed(first, lengths), self._placement.sharding())
+            outputs = self.run(key, inputs, False)
+            assert outputs.lengths is not None
+            lengths = outputs.lengths.addressable_data(0)
+            found.append(outputs.sampled.tokens)
+        return PendingStep(scheduled, outputs, num_rows, width=key.num_lookups + 1, before=found[:-1])
 
     def _begin(self, scheduled: SchedulerOutput) -> SentPart:
         """Start a step of several stages; it is sampled at once if rows are sampled apart from it."""

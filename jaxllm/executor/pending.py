@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxllm.executor.sampler import Logprobs, SampledRows
@@ -31,9 +32,11 @@ class PendingStep:
         apart: Sequence[Apart] = (),
         width: int = 1,
         wait: Callable[[Any], object] | None = None,
+        before: Sequence[jax.Array] = (),
     ) -> None:
         """Each decode iteration, if there are several, has `num_rows` requests of `width` sampled rows.
 
+        `before` are the tokens of those iterations before the last one that were programs of their own.
         `wait` waits for arrays of which the device's error may never come.
         """
         self._wait = wait
@@ -46,7 +49,7 @@ class PendingStep:
                 self._prompt_chunks.append((chunk, row))
             row += chunk.length
         self._sampled: SampledRows | None = outputs.sampled
-        self._apart = apart
+        self._apart, self._before = apart, before
         self._prompt: Logprobs | None = outputs.prompt_logprobs
         for tokens in self._tokens():
             tokens.copy_to_host_async()
@@ -59,7 +62,7 @@ class PendingStep:
     def _tokens(self) -> list[Any]:
         """The arrays of sampled tokens."""
         assert self._sampled is not None, "a step is fetched once"
-        return [self._sampled.tokens, *(apart.sampled.tokens for apart in self._apart)]
+        return [*self._before, self._sampled.tokens, *(apart.sampled.tokens for apart in self._apart)]
 
     @under_jax_defaults
     def fetch(self) -> SampledTokens:
@@ -67,7 +70,7 @@ class PendingStep:
         assert self._sampled is not None, "a step is fetched once"
         if self._wait is not None:
             self._wait((self._sampled, [apart.sampled for apart in self._apart], self._prompt))
-        tokens, count = np.asarray(self._sampled.tokens), len(self._requests)
+        tokens, count = np.concatenate([*self._before, self._sampled.tokens]), len(self._requests)
         starts = [step * self._num_rows for step in range(self._num_steps)]
         token_ids = [
             token for start in starts for token in tokens[start : start + count * self._width].tolist()
@@ -92,7 +95,7 @@ class PendingStep:
                 chunk.request.request_id: _prompt_logprobs(prompt, chunk, start)
                 for chunk, start in self._prompt_chunks
             }
-        self._sampled, self._apart, self._prompt = None, (), None
+        self._sampled, self._apart, self._before, self._prompt = None, (), (), None
         return SampledTokens(token_ids, logprobs, prompt_logprobs)
 
 

@@ -23,6 +23,8 @@ from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.sampling.logits_processors import LogitsProcessor
 
 _NOWHERE = np.iinfo(np.int32).max
+_CHAINED = 8
+"""Iterations that follow one another, of which the first one's inputs have room for all new blocks."""
 
 
 class ProgramKey(NamedTuple):
@@ -31,7 +33,7 @@ class ProgramKey(NamedTuple):
     With `max_decode_steps` of more than one it is a program of up to so many decode iterations. `sampling` is
     what it can do of `Sampling.IN_STEPS` and, if it only decodes, of `Sampling.FILTERED`. `max_samples` are
     rows that it samples, if these are more than one of each request. With `num_lookups` each iteration drafts
-    so many tokens of each request at most.
+    so many tokens of each request at most, or if it is a single one these are given.
     """
 
     rows: int
@@ -56,13 +58,19 @@ class ProgramKey(NamedTuple):
         is_alike &= self.max_samples >= other.max_samples and self.num_lookups == other.num_lookups
         return is_alike and all(mine >= its for mine, its in zip(self[:3], other[:3], strict=True))
 
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether it verifies drafts that another program has put among its inputs."""
+        return self.num_lookups > 0 and self.max_decode_steps == 1
+
     def num_decodes(self, max_num_seqs: int) -> int:
         """Most requests that it decodes."""
         return min(self.rows, max_num_seqs)
 
     def new_blocks(self, block_size: int) -> int:
         """Most blocks of a request that are new to it, if it only decodes with drafts."""
-        return self.max_decode_steps * (self.num_lookups + 1) // block_size + 2
+        num_steps = _CHAINED if self.takes_drafts else self.max_decode_steps
+        return num_steps * (self.num_lookups + 1) // block_size + 2
 
     def inputs(self, max_num_seqs: int, block_size: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of its inputs; see `PackedStep`."""
@@ -70,6 +78,8 @@ class ProgramKey(NamedTuple):
         shapes: dict[str, tuple[int, ...]] = {"decode_slots": (decodes,), "decode_lengths": (decodes,)}
         if self.num_lookups:
             shapes |= {"limits": (decodes,), "num_drafts": (1,)}
+            if self.takes_drafts:
+                shapes["drafts"] = self.num_lookups, decodes
             return {**shapes, "num_steps": (1,), "new_blocks": (2, decodes * self.new_blocks(block_size))}
         if not chunks:
             return {**shapes, "num_steps": (1,), "new_blocks": (2, decodes)}
@@ -173,7 +183,8 @@ def step_program(
 
 def output_specs(placement: Placement, model_config: ModelConfig) -> StepOutputs:
     """How what a step gives lies on several devices."""
-    return StepOutputs(ON_EACH, ON_EACH, placement.logits_spec(model_config))  # type: ignore[arg-type]
+    logits = placement.logits_spec(model_config)
+    return StepOutputs(ON_EACH, ON_EACH, logits, ON_EACH)  # type: ignore[arg-type]
 
 
 def state_shapes(
@@ -217,7 +228,8 @@ class PackedStep:
     """The inputs of a step: views of parts of one flat int32 array, uploaded at once; padding at first.
 
     `decode_slots`, `decode_lengths` [B] are those of `step_rows.DecodeInputs`, and `num_steps` [1] how many
-    iterations to compute; `limits` [B] and `num_drafts` [1] those of `run_lookup_steps`; `tokens`,
+    iterations to compute; `limits` [B], `num_drafts` [1] and `drafts` [K, B] those of `run_lookup_steps`,
+    the last one filled in by whoever drafts; `tokens`,
     `targets`, `query_starts`, `lengths`, `slots`, `num_seqs` and `sampled` those of
     `step_rows.PrefillInputs`, if there are prompts. `new_blocks` [2, U] are changes of the block tables,
     which stay on the device: places in the flat tables, beyond their end in padding, and the block there.
@@ -228,6 +240,7 @@ class PackedStep:
     num_steps: np.ndarray
     limits: np.ndarray
     num_drafts: np.ndarray
+    drafts: np.ndarray
     tokens: np.ndarray
     targets: np.ndarray
     query_starts: np.ndarray
@@ -283,6 +296,20 @@ def unpacked(
     return tables, decode, prefill, parts
 
 
+def refilled(
+    key: ProgramKey,
+    max_num_seqs: int,
+    block_size: int,
+    packed: jax.Array,
+    lengths: jax.Array,
+    drafts: jax.Array,
+) -> jax.Array:
+    """The inputs of the next iteration of several: requests have other lengths [B], and drafts [K, B]."""
+    shapes = _layout(key, max_num_seqs, block_size)[0]
+    parts = _split(packed, shapes) | {"decode_lengths": lengths, "drafts": drafts}
+    return jnp.concatenate([parts[name].reshape(-1) for name in shapes])
+
+
 def _packed_step(
     model_config: ModelConfig,
     key: ProgramKey,
@@ -299,7 +326,7 @@ def _packed_step(
     inputs: tuple[Any, ...] = decode, prefill
     if prefill is None and key.num_lookups:
         compute = run_lookup_steps
-        inputs = decode, parts["limits"], parts["num_drafts"][0], parts["num_steps"][0]
+        inputs = decode, parts["limits"], parts["num_drafts"][0], parts["num_steps"][0], parts.get("drafts")
         options["max_steps"] = key.max_decode_steps
     elif prefill is None and key.max_decode_steps > 1:
         compute, inputs = run_decode_steps, (decode, parts["num_steps"][0])

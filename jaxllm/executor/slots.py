@@ -119,7 +119,7 @@ class Slots:
             packed.sampled[:, :count] = range(count), slots, lengths
             self._pack_prompts(packed, scheduled, growth, drafted)
         else:
-            packed.num_steps[0] = num_steps
+            packed.num_steps[0] = min(num_steps, key.max_decode_steps)
         packed.new_blocks[:, : len(growth.places)] = growth.places, growth.blocks
         inputs = packed.array if drafted is None else drafted.fill(packed.array)
         return inputs, growth.tables
@@ -218,7 +218,8 @@ class ProgramChoice:
             key = ProgramKey(buckets.decode_size(num_decodes))
             if num_steps > 1 or key not in self._programs.shapes:
                 key = key._replace(max_decode_steps=self._config.max_decode_steps)
-        if key not in self._programs.shapes or num_steps > key.max_decode_steps:
+        is_short = num_steps > key.max_decode_steps and not key.takes_drafts
+        if is_short or key not in self._programs.shapes:
             raise EngineError(f"no program computes a {key.name} with {num_steps} decode iterations")
         key = key._replace(sampling=self._sampling(scheduled, slots))
         if not prefill and self._only_filter(slots):

@@ -54,12 +54,13 @@ class StepOutputs(NamedTuple):
 
     Of several decode iterations the rows come one iteration after another. `logits` [S, vocab_size] float32
     are those that rows were sampled of, in the last iteration; of devices that share the output head each has
-    those of its tokens.
+    those of its tokens. `lengths` [B] int32 are those of `lookup_steps`.
     """
 
     sampled: SampledRows
     prompt_logprobs: Logprobs | None
     logits: jax.Array
+    lengths: jax.Array | None = None
 
 
 _Carry = tuple[jax.Array, DeviceState, jax.Array, jax.Array, SampledRows, jax.Array]
@@ -335,7 +336,7 @@ def run_decode_steps(
 
     def body(carry: _Carry) -> _Carry:
         i, state, is_live, last, collected, _ = carry
-        state, (sampled, _, logits) = step(state, jnp.where(is_live, decode.lengths + i, 0))
+        state, (sampled, _, logits, _) = step(state, jnp.where(is_live, decode.lengths + i, 0))
         collected = jax.tree.map(
             lambda all_rows, rows: lax.dynamic_update_index_in_dim(all_rows, rows, i, 0), collected, sampled
         )

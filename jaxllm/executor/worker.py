@@ -145,20 +145,12 @@ class Worker:
         return self._state.pool.shape[1:]
 
     @property
-    def hidden(self) -> jax.Array | None:
-        """What the newest tokens of each slot were sampled from; see `step.DeviceState`."""
-        return self._on_first(self._state.hidden)
-
-    @property
-    def layers(self) -> jax.Array | None:
-        """What some layers were given; see `step.DeviceState`."""
-        return self._on_first(self._state.layers)
-
-    def _on_first(self, array: jax.Array | None) -> jax.Array | None:
-        """The first device's copy, which what drafts computes with."""
-        if array is None or len(self._placement.devices) == 1:
-            return array
-        return array.addressable_data(0)
+    def carried(self) -> EngineState:
+        """All of the state but the pool; of several devices the first one's copy, to draft with."""
+        rest: EngineState = self._state._replace(pool=None)  # type: ignore[arg-type]
+        if len(self._placement.devices) == 1:
+            return rest
+        return jax.tree.map(lambda array: array.addressable_data(0), rest)
 
     @property
     def device_kind(self) -> str:

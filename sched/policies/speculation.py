@@ -252,7 +252,7 @@ class ByCost:
         added = self._adding(plain, iteration)
         trust = self._trust if is_measured else 1.0
         best = (1.0 + self._margin) * num_decodes / plain
-        num_best, ranked_best = 0, ranked
+        num_best, depth_best, ranked_best = 0, 0, ranked
         is_whole = iteration.looks_up  # else a few numbers are enough to find the best
         for depth in range(deepest if self._drafting(1, 1) is None else 1, deepest + 1):
             found = [one for one in ranked if -one[1] <= depth][: iteration.num_free]
@@ -266,10 +266,10 @@ class ByCost:
                 work = VerifyingWork(num_decodes, *rows, depth, iteration.looks_up)
                 value = expected / (plain + added(work) * trust)
                 if value > best:
-                    best, num_best, ranked_best = value, count, found
+                    best, num_best, depth_best, ranked_best = value, count, depth, found
         num_best = self._varied(num_best) if is_measured else num_best
         if iteration.looks_up and num_best:
-            return proposed
+            return [min(count, depth_best) for count in proposed]
         counts = [0] * len(proposed)
         for _, _, place in ranked_best[:num_best]:
             counts[place] += 1

@@ -39,3 +39,18 @@ class Proposer(Protocol):
     def forget(self, request: Request) -> None:
         """Let go of what is kept of a request that has ended, be it known or not."""
         ...
+
+
+class ChainedProposer(Proposer, Protocol):
+    """One that can go on from what an iteration kept before the host knows that, on the device."""
+
+    def prepare(self, asked: Sequence[tuple[Request, int]]) -> bool:
+        """Whether it can draft for each request until it has so many tokens, without the host.
+
+        Then it holds what it needs for that.
+        """
+        ...
+
+    def kept(self, request: Request) -> None:
+        """Note that the host knows of a request's tokens of such iterations, all of them."""
+        ...

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_helpers import Scripted, make_llm, run
+from engine_helpers import Recording, Scripted, make_llm, noting_chains, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_helpers import make_request
@@ -24,6 +24,7 @@ from jaxllm.executor.draft_model import DraftModel
 from jaxllm.executor.draft_programs import ModelCore
 from jaxllm.executor.drafted import DraftBatch, Drafted, DraftPlaces
 from jaxllm.executor.drafter import CompiledAhead, DraftTimes
+from jaxllm.sched import speculation
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.policies.speculation import _BY_COST, AsProposed, ByCost, IterationRows
 from jaxllm.sched.scheduler import Scheduler
@@ -53,7 +54,8 @@ def test_programs_that_draft_are_compiled_with_the_precision_of_whoever_makes_th
 
 def make_llm_that_drafts():
     config = {"method": "draft_model", "model": OTHER, "num_speculative_tokens": MOST, "policy": "fixed"}
-    return make_llm(TARGET, speculative_config=config, prefill_buckets=[16, 48], num_host_blocks=32)
+    settings = {"prefill_buckets": [16, 48], "num_host_blocks": 32, "num_scheduler_steps": 4}
+    return make_llm(TARGET, speculative_config=config, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,13 @@ def llm():
 
 
 @pytest.fixture(scope="module")
-def alike(llm):
+def other(llm):
+    """A draft model that is not: the one that the engine has at first."""
+    return llm.executor.drafter
+
+
+@pytest.fixture(scope="module")
+def alike(llm, other):
     """A draft model that is the model itself."""
     model = drafting(llm)
     model.warm_up()
@@ -72,9 +80,9 @@ def alike(llm):
 def drafting(llm, **changes):
     executor = llm.executor
     config = dataclasses.replace(executor.config, **changes)
-    return DraftModel(
-        ModelCore(executor.model_config, config), lambda: executor._params, config, MOST, executor._device
-    )
+    core = ModelCore(executor.model_config, config)
+    carried = None if changes else lambda: executor.carried
+    return DraftModel(core, lambda: executor._params, config, MOST, executor._device, carried)
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +91,14 @@ def answers(llm):
     return [output.token_ids for output in outputs]
 
 
-def engine_of(llm, model, num_tokens=MOST, policy=None, **changes):
+def engine_of(llm, model, num_tokens=MOST, policy=None, num_steps=1, **changes):
     config = dataclasses.replace(llm.engine.scheduler.config, **changes)
-    speculation = None if model is None else Speculation(model, AsProposed(), num_tokens, 4 * MOST)
-    scheduler = Scheduler(config, policy or SchedulerPolicy(), speculation=speculation)
-    return Engine(llm.executor, scheduler, vocab_size=llm.model_config.vocab_size)
+    drafting = model and Speculation(model, AsProposed(), num_tokens, 4 * MOST, chained=model)
+    scheduler = Recording(config, policy or SchedulerPolicy(), speculation=drafting)
+    if num_steps > 1:
+        llm.executor.drafter = model
+    vocab_size = llm.model_config.vocab_size
+    return Engine(llm.executor, scheduler, vocab_size=vocab_size, num_scheduler_steps=num_steps)
 
 
 def running(index, tokens):
@@ -133,7 +144,7 @@ def test_drafts_are_those_of_one_who_has_just_come(alike, rounds, draw):
     assert alike.num_free_blocks == alike.config.num_gpu_blocks
 
 
-def test_nobody_reads_drafts_before_they_are_verified(llm, alike, answers, monkeypatch):
+def test_nobody_reads_drafts_before_they_are_verified(llm, alike, other, answers, monkeypatch):
     """They go from one program to the next on the device, though others get tokens that the host knows."""
     seen, read, execute = [], DraftBatch.read, llm.executor.execute
 
@@ -243,8 +254,44 @@ def test_another_model_drafts_and_nothing_changes(llm, answers):
     assert model.num_free_blocks == model.config.num_gpu_blocks == llm.executor.num_gpu_blocks
 
 
+@pytest.mark.parametrize("num_steps", [2, 4])
+@pytest.mark.parametrize("num_tokens", [1, 3, MOST])
 @pytest.mark.parametrize("is_alike", [True, False])
-def test_who_asks_for_more_gets_it_of_drafts_on_the_device(llm, alike, is_alike):
+def test_iterations_that_follow_one_another_draft_the_same(
+    llm, alike, other, answers, is_alike, num_tokens, num_steps, monkeypatch
+):
+    """Each by what the one before it kept, which the host does not know yet."""
+    monkeypatch.setattr(speculation, "_SURELY", 0.0)
+    model = alike if is_alike else other
+    engine = engine_of(llm, model, num_tokens, num_steps=num_steps)
+    with noting_chains(llm.executor) as noted:
+        outputs = run(engine, PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == answers
+    assert max(one.num_decode_steps for one in engine.scheduler.lookups) == num_steps
+    assert len(noted) > 3
+    for request, length, drafts in noted:
+        other = running(9, request.token_ids(0, length))
+        assert model.propose([(other, len(drafts))])[0] == drafts
+        model.forget(other)
+    counts = engine.scheduler.speculation.counts
+    assert counts.num_drafted == counts.num_kept if is_alike else counts.num_drafted > counts.num_kept
+
+
+@pytest.mark.parametrize("end", [3, 9, 14])
+def test_nobody_goes_on_after_an_end(llm, alike, answers, end):
+    """Wherever it is, and others do."""
+    tokens = answers[2]
+    params = [dataclasses.replace(GREEDY, stop_token_ids=[tokens[end]]), GREEDY]
+    engine = engine_of(llm, alike, 3, num_steps=4)
+    outputs = run(engine, [PROMPTS[2], PROMPTS[3]], params)
+    first = tokens.index(tokens[end])
+    assert [output.token_ids for output in outputs] == [tokens[: first + 1], answers[3]]
+    assert outputs[0].outputs[0].finish_reason == "stop"
+    assert engine.scheduler.lookups
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_who_asks_for_more_gets_it_of_drafts_on_the_device(llm, alike, other, is_alike):
     """What is sampled apart depends on the drafts before it, beside others that nobody has looked at."""
     common = {"max_tokens": 20, "ignore_eos": True}
     params = [
@@ -256,7 +303,7 @@ def test_who_asks_for_more_gets_it_of_drafts_on_the_device(llm, alike, is_alike)
         SamplingParams(temperature=0.7, seed=4, **common),
     ]
     expected = run(engine_of(llm, None), PROMPTS, params)
-    engine = engine_of(llm, alike if is_alike else llm.executor.drafter)
+    engine = engine_of(llm, alike if is_alike else other)
     found = run(engine, PROMPTS, params)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert engine.scheduler.speculation.counts.num_drafted > 0
@@ -270,14 +317,15 @@ def test_who_asks_for_more_gets_it_of_drafts_on_the_device(llm, alike, is_alike)
     is_shared=st.booleans(),
     is_alike=st.booleans(),
     abort=st.integers(0, 12),
+    num_steps=st.sampled_from([1, 4]),
 )
 def test_any_number_of_drafts_chunks_preemptions_and_aborts(
-    llm, alike, answers, script, num_tokens, budget, is_shared, is_alike, abort
+    llm, alike, other, answers, script, num_tokens, budget, is_shared, is_alike, abort, num_steps
 ):
     policy = Scripted(script=itertools.cycle([*script, 1]))
-    model = alike if is_alike else llm.executor.drafter
+    model = alike if is_alike else other
     changes = {"max_num_batched_tokens": budget, "enable_prefix_caching": is_shared}
-    engine = engine_of(llm, model, num_tokens, policy, **changes)
+    engine = engine_of(llm, model, num_tokens, policy, num_steps, **changes)
     for place, tokens in enumerate([*PROMPTS, PROMPTS[2]]):
         engine.add_request(str(place), tokens, GREEDY)
     num_steps, outputs = 0, {}
@@ -317,7 +365,15 @@ def test_drafts_that_take_too_long_are_not_drafted():
         policy = predicting(drafting=lambda _, count, each=seconds: each * count)
         assert (policy.num_drafts([4], [0.5], rows)[0] > 0) == pays
     free = predicting().num_drafts([8], [0.7], rows)[0]
-    assert predicting(drafting=lambda _, count: 0.1 * count).num_drafts([8], [0.7], rows)[0] < free
+    slow = predicting(drafting=lambda _, count: 0.1 * count)
+    assert slow.num_drafts([8], [0.7], rows)[0] < free
+    # Of iterations that follow one another each drafts as many, of everybody: all that pay.
+    (together,) = slow.num_drafts([8], [0.7], IterationRows(1, 100, 0, 64, looks_up=True))
+    assert 0 < together < free
+    slow._regime(3).way = _BY_COST
+    counts = slow.num_drafts([8, 1, 8], [0.5, 0.5, 0.95], IterationRows(3, 300, 0, 64, looks_up=True))
+    assert counts[0] == counts[2] > 1
+    assert counts[1] == 1
 
 
 def predicting(**settings):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checkpoint_helpers import stored
 from checkpoint_helpers import write as write_model
-from engine_helpers import Scripted, make_llm, run
+from engine_helpers import Noting, Recording, Scripted, make_llm, noting_chains, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -17,9 +17,9 @@ from jaxllm import SamplingParams
 from jaxllm.engine.engine import Engine
 from jaxllm.errors import ConfigError
 from jaxllm.models.eagle3 import TO_TARGET, Eagle3Config
+from jaxllm.sched import speculation
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.policies.speculation import AsProposed
-from jaxllm.sched.scheduler import Scheduler
 from jaxllm.sched.speculation import Speculation
 
 NUM_LAYERS, KEPT, MOST, THETA = 4, [0, 1, 3], 4, 500000.0
@@ -150,28 +150,18 @@ def weights():
 def llm(target, weights, tmp_path_factory):
     folder = write(tmp_path_factory.mktemp("heads"), weights)
     config = {"method": "eagle3", "model": folder, "num_speculative_tokens": MOST, "policy": "fixed"}
-    return make_llm(target[0], speculative_config=config, prefill_buckets=[16, 48], num_host_blocks=32)
+    settings = {"prefill_buckets": [16, 48], "num_host_blocks": 32, "num_scheduler_steps": 4}
+    return make_llm(target[0], speculative_config=config, **settings)
 
 
-class Noting:
-    """Passes on to what drafts, and notes what it drafted after which tokens."""
-
-    def __init__(self, part):
-        self.part, self.noted = part, []
-        self.seconds, self.forget = part.seconds, part.forget
-
-    def propose(self, asked):
-        drafts = self.part.propose(asked)
-        for (request, count), tokens in zip(asked, drafts, strict=True):
-            self.noted.append((request.token_ids(0, request.num_known_tokens), count, tokens))
-        return drafts
-
-
-def engine_of(llm, proposer, num_tokens=MOST, policy=None, **changes):
+def engine_of(llm, proposer, num_tokens=MOST, policy=None, num_steps=1, **changes):
     config = dataclasses.replace(llm.engine.scheduler.config, **changes)
-    speculation = None if proposer is None else Speculation(proposer, AsProposed(), num_tokens, 16)
-    scheduler = Scheduler(config, policy or SchedulerPolicy(), speculation=speculation)
-    return Engine(llm.executor, scheduler, vocab_size=llm.model_config.vocab_size)
+    drafting = proposer and Speculation(
+        proposer, AsProposed(), num_tokens, 16, chained=proposer if num_steps > 1 else None
+    )
+    scheduler = Recording(config, policy or SchedulerPolicy(), speculation=drafting)
+    vocab_size = llm.model_config.vocab_size
+    return Engine(llm.executor, scheduler, vocab_size=vocab_size, num_scheduler_steps=num_steps)
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +198,23 @@ def test_heads_of_other_settings_draft_what_a_reference_drafts(target, answers, 
         assert drafts == reference(target[1], weights, np.array(tokens), count, norm_before_residual=False)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, MOST])
+def test_iterations_that_follow_one_another_draft_the_same(
+    llm, target, weights, answers, num_tokens, monkeypatch
+):
+    """Each by what the one before it kept, which the host does not know yet."""
+    monkeypatch.setattr(speculation, "_SURELY", 0.0)
+    engine = engine_of(llm, llm.executor.drafter, num_tokens, num_steps=4)
+    with noting_chains(llm.executor) as noted:
+        outputs = run(engine, PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == answers
+    assert max(one.num_decode_steps for one in engine.scheduler.lookups) == 4
+    assert len(noted) > 20
+    for request, length, drafts in noted:
+        tokens = np.array(request.token_ids(0, length))
+        assert drafts == reference(target[1], weights, tokens, len(drafts), norm_before_residual=True)
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     script=st.lists(st.integers(0, 59), min_size=5, max_size=20),
@@ -215,14 +222,15 @@ def test_heads_of_other_settings_draft_what_a_reference_drafts(target, answers, 
     budget=st.sampled_from([6, 17, 48]),
     is_shared=st.booleans(),
     abort=st.integers(0, 12),
+    num_steps=st.sampled_from([1, 4]),
 )
 def test_any_number_of_drafts_chunks_preemptions_and_aborts(
-    llm, answers, script, num_tokens, budget, is_shared, abort
+    llm, answers, script, num_tokens, budget, is_shared, abort, num_steps
 ):
     policy = Scripted(script=itertools.cycle([*script, 1]))
     changes = {"max_num_batched_tokens": budget, "enable_prefix_caching": is_shared}
     drafter = llm.executor.drafter
-    engine = engine_of(llm, drafter, num_tokens, policy, **changes)
+    engine = engine_of(llm, drafter, num_tokens, policy, num_steps, **changes)
     for place, tokens in enumerate([*PROMPTS, PROMPTS[2]]):
         engine.add_request(str(place), tokens, GREEDY)
     num_steps, outputs = 0, {}

@@ -8,7 +8,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from engine_helpers import Scripted, make_llm, run
+from engine_helpers import Noting, Recording, Scripted, make_llm, noting_chains, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -21,7 +21,6 @@ from jaxllm.executor.medusa import MedusaHeads, run_heads
 from jaxllm.models.medusa import TOKEN_MAP, MedusaConfig
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.policies.speculation import AsProposed
-from jaxllm.sched.scheduler import Scheduler
 from jaxllm.sched.speculation import Speculation
 
 TARGET = golden_checkpoint("llama_gqa")
@@ -68,14 +67,20 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(folder):
     config = {"method": "medusa", "model": folder, "num_speculative_tokens": 4, "policy": "fixed"}
-    return make_llm(TARGET, speculative_config=config, prefill_buckets=[16, 48], num_host_blocks=32)
+    settings = {"prefill_buckets": [16, 48], "num_host_blocks": 32, "num_scheduler_steps": 4}
+    return make_llm(TARGET, speculative_config=config, **settings)
 
 
-def engine_of(llm, proposer, num_tokens=4, policy=None, **changes):
+def engine_of(llm, proposer, num_tokens=4, policy=None, num_steps=1, **changes):
     config = dataclasses.replace(llm.engine.scheduler.config, **changes)
-    speculation = None if proposer is None else Speculation(proposer, AsProposed(), num_tokens, 16)
-    scheduler = Scheduler(config, policy or SchedulerPolicy(), speculation=speculation)
-    return Engine(llm.executor, scheduler, vocab_size=llm.model_config.vocab_size)
+    speculation = proposer and Speculation(
+        proposer, AsProposed(), num_tokens, 16, chained=proposer if num_steps > 1 else None
+    )
+    scheduler = Recording(config, policy or SchedulerPolicy(), speculation=speculation)
+    if num_steps > 1:
+        llm.executor.drafter = proposer
+    vocab_size = llm.model_config.vocab_size
+    return Engine(llm.executor, scheduler, vocab_size=vocab_size, num_scheduler_steps=num_steps)
 
 
 class Watching:
@@ -85,7 +90,7 @@ class Watching:
         self.executor, self.seen = executor, {}
 
     def propose(self, asked):
-        hidden = np.asarray(self.executor.hidden)
+        hidden = np.asarray(self.executor.carried.hidden)
         for request, _ in asked:
             position = request.num_known_tokens - 2
             self.seen[request.request_id, len(request.output_token_ids) - 1] = hidden[
@@ -123,7 +128,7 @@ def trained(llm, seen):
     executor = llm.executor
     load = functools.partial(jax.tree.map, lambda x: jax.device_put(x, executor._device), weights)
     heads = MedusaHeads(
-        executor.drafter.heads, load, executor.config, 4, lambda: executor.hidden, executor._device
+        executor.drafter.heads, load, executor.config, 4, lambda: executor.carried, executor._device
     )
     heads.warm_up()
     return heads
@@ -181,6 +186,24 @@ def test_heads_of_a_folder_draft_and_nothing_changes(llm, seen):
     assert llm.engine.scheduler.speculation.counts.num_drafted > 100
 
 
+def test_iterations_that_follow_one_another_draft_the_same(llm, seen, trained):
+    """Each by what the one before it kept, which the host does not know yet."""
+    noting = Noting(trained)
+    run(engine_of(llm, noting), PROMPTS, GREEDY)
+    engine = engine_of(llm, trained, num_steps=4)
+    with noting_chains(llm.executor) as noted:
+        outputs = run(engine, PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == seen[0]
+    assert max(one.num_decode_steps for one in engine.scheduler.lookups) == 4
+    before = {tuple(tokens): drafts for tokens, _, drafts in noting.noted}
+    again = [(before.get(tuple(one.token_ids(0, length))), drafts) for one, length, drafts in noted]
+    found = [pair for pair in again if pair[0]]
+    assert len(found) > 10
+    for alone, drafts in found:
+        assert alone[: len(drafts)] == drafts[: len(alone)]
+    assert engine.scheduler.speculation.counts.num_kept > 10
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     script=st.lists(st.integers(0, 59), min_size=5, max_size=20),
@@ -188,13 +211,14 @@ def test_heads_of_a_folder_draft_and_nothing_changes(llm, seen):
     budget=st.sampled_from([6, 17, 48]),
     is_shared=st.booleans(),
     abort=st.integers(0, 12),
+    num_steps=st.sampled_from([1, 4]),
 )
 def test_any_number_of_drafts_chunks_preemptions_and_aborts(
-    llm, seen, trained, script, num_tokens, budget, is_shared, abort
+    llm, seen, trained, script, num_tokens, budget, is_shared, abort, num_steps
 ):
     policy = Scripted(script=itertools.cycle([*script, 1]))
     changes = {"max_num_batched_tokens": budget, "enable_prefix_caching": is_shared}
-    engine = engine_of(llm, trained, num_tokens, policy, **changes)
+    engine = engine_of(llm, trained, num_tokens, policy, num_steps, **changes)
     for place, tokens in enumerate([*PROMPTS, PROMPTS[2]]):
         engine.add_request(str(place), tokens, GREEDY)
     num_steps, outputs = 0, {}
@@ -247,4 +271,4 @@ def test_weights_that_do_not_match_are_named(tmp_path):
 def test_without_such_heads_steps_keep_nothing():
     config = {"num_gpu_blocks_override": 64, "speculative_config": {"method": "ngram"}}
     with make_llm(TARGET, **config, warm_up="background") as llm:
-        assert llm.executor.hidden is llm.executor.layers is None
+        assert llm.executor.carried.hidden is llm.executor.carried.layers is None

@@ -55,7 +55,7 @@ def compiled(tmp_path):
                 max_model_len=2048,
                 max_num_seqs=64 if key.max_chunks else max(64, key.rows),
                 implementation="triton",
-                lookup=Lookup(key.num_lookups, 2, 4) if key.num_lookups else None,
+                lookup=Lookup(key.num_lookups, 2, 0 if key.takes_drafts else 4) if key.num_lookups else None,
             )
         folder = tmp_path / str(num_layers)
         with Compiler(get_target("h200")) as compiler:
@@ -161,4 +161,11 @@ def test_several_decodes_with_drafts_are_one_loop(compiled):
     """Nor does the host decide in between how many rows an iteration has."""
     found = compiled(ProgramKey(16, 0, 8, num_lookups=4))
     assert (found.loops, found.conditionals, found.sorts) == (1, 0, 0)
+    assert found.temporary_bytes < 80 * LLAMA_3_8B["vocab_size"] * 4 + 64 * MIB
+
+
+def test_a_verification_of_drafts_that_are_given_has_no_loop(compiled):
+    """So that the host can send the next one before: it waits for no condition."""
+    found = compiled(ProgramKey(16, num_lookups=4))
+    assert (found.loops, found.conditionals, found.sorts) == (0, 0, 0)
     assert found.temporary_bytes < 80 * LLAMA_3_8B["vocab_size"] * 4 + 64 * MIB

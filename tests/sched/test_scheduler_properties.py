@@ -227,6 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         keeps_parts=st.booleans(),
         drafts=st.none() | st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=12),
         max_looked_up=st.integers(0, 4),
+        is_computed=st.booleans(),
     )
     def start(
         self,
@@ -248,6 +249,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         keeps_parts,
         drafts,
         max_looked_up,
+        is_computed,
     ):
         # Those of presets may learn, so every run has its own.
         self.policy = make_preset(policy, COSTS) if policy in PRESETS else POLICIES[policy]
@@ -272,8 +274,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.speculation = None
         if drafts is not None and mixes(self.policy):
             answers = collections.defaultdict(list)
-            proposer = Knowing(answers, drafts, VOCAB_SIZE)
-            self.speculation = Speculation(proposer, AsProposed(), 6, 9)
+            proposer = Knowing(answers, drafts, VOCAB_SIZE, 0.0 if is_computed else None)
+            chained = proposer if is_computed else None
+            self.speculation = Speculation(proposer, AsProposed(), 6, 9, chained=chained)
         self.scheduler = make_scheduler(
             self.policy,
             files=device.files if has_files else None,
@@ -522,6 +525,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             gained = output.num_decode_steps
             if output.num_lookups:
                 gained = min(gained * (output.num_lookups + 1), request.max_total_tokens - num_tokens)
+                proposer = self.speculation.proposer
+                assert proposer.takes is None or request in proposer.prepared
             assert request.num_tokens == num_tokens + gained <= request.max_total_tokens
             assert request.num_computed_tokens == request.num_tokens - 1
         for chunk in output.prefill:
