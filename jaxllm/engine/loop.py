@@ -248,11 +248,11 @@ class Loop:
             if not left:
                 del self._samples[state.sampled_for]
 
-    def _max_decode_steps(self) -> int:
+    def _max_decode_steps(self, *, looks_up: bool = False) -> int:
         if self._num_following:
             return 1
-        if self._beyond_steps and not self._executor.steps_together(
-            self._beyond_steps, self.scheduler.num_running
+        if self._beyond_steps and not (
+            looks_up or self._executor.steps_together(self._beyond_steps, self.scheduler.num_running)
         ):
             return 1
         if self._num_scheduler_steps is not None:
@@ -262,8 +262,8 @@ class Loop:
 
     def _foresee_drafts(self, speculation: Speculation) -> None:
         """Read what is in flight if drafts are to follow it."""
-        looks_up = not self._beyond_steps and self._executor.looks_up(self.scheduler.num_running)
-        speculation.lookup_steps = self._max_decode_steps() if looks_up else 1
+        looks_up = self._executor.looks_up(self._beyond_steps, self.scheduler.num_running)
+        speculation.lookup_steps = self._max_decode_steps(looks_up=True) if looks_up else 1
         if self._in_flight and self.scheduler.expects_drafts:
             self._commit_all()
 

@@ -23,7 +23,7 @@ from jaxllm.executor.parts import Parts, SentPart, StepInParts
 from jaxllm.executor.pending import Apart, PendingStep
 from jaxllm.executor.placement import Placement
 from jaxllm.executor.programs import PackedStep, ProgramKey
-from jaxllm.executor.slot_params import Sampling
+from jaxllm.executor.slot_params import FILTERED, Sampling
 from jaxllm.executor.slots import ProgramChoice, Slots, slot_of
 from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, StepPrograms
@@ -392,12 +392,20 @@ class ModelExecutor(Worker):
         """Whether a program of several iterations of so many rows samples what such requests ask for."""
         return self._apart.steps_together(flags, num_rows)
 
-    def looks_up(self, num_rows: int) -> bool:
-        """Whether programs of several iterations of so many rows are there that draft by themselves."""
+    def looks_up(self, flags: Collection[int], num_rows: int) -> bool:
+        """Whether programs of iterations of so many rows are there that draft by themselves.
+
+        `flags` is what requests ask for that is sampled apart from steps; programs may filter. One that is
+        missed for many iterations is compiled beside them.
+        """
         size = next((size for size in self.config.lookup_sizes if size >= num_rows), None)
-        if size is None:
+        if size is None or any(one & ~Sampling.FILTERED.value for one in flags):
             return False
         key = self.config.lookup_key(size)
+        filtering = key._replace(sampling=FILTERED)
+        if flags and not self._programs.has(filtering):
+            self._apart.note_filtered(filtering)
+            return False
         return all(self._programs.has(one) for one in (key, key._replace(sampling=Sampling.RANDOM)))
 
     def is_ready_for(self, request: Request) -> bool:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jaxllm import SamplingParams
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.scheduling import UnknownCosts
+from jaxllm.executor import apart
 from jaxllm.executor.lookup_steps import Lookup, look_up
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.ledger import Ledger
@@ -247,6 +248,27 @@ def test_who_asks_for_more_lets_nobody_look_up(llm, expected, other):
     del found[4]
     assert found == expected
     assert max(count for has_ended, count in seen if not has_ended) == 0
+
+
+FILTERS = [
+    {"temperature": 0.8, "seed": 3, "top_p": 0.9},
+    {"temperature": 0.7, "seed": 4, "top_k": 5},
+    {"temperature": 0.6, "seed": 5, "min_p": 0.2},
+    {"temperature": 0},
+]
+
+
+def test_who_filters_looks_up_once_a_program_does_both(llm, monkeypatch):
+    monkeypatch.setattr(apart, "_MANY_ITERATIONS", 3)
+    params = [SamplingParams(max_tokens=32, ignore_eos=True, **one) for one in FILTERS]
+    expected = run(engine_of(llm, num_steps=1), PROMPTS, params)
+    assert run(engine_of(llm, MOST), PROMPTS, params) == expected
+    while not llm.executor._programs.is_settled:
+        llm.executor.wait_for_programs(1.0)
+    engine = engine_of(llm, MOST)
+    assert run(engine, PROMPTS, params) == expected
+    assert engine.scheduler.lookups
+    assert engine.scheduler.speculation.counts.num_kept > 0
 
 
 # What is counted
