@@ -52,7 +52,7 @@ from jaxllm.research.bench.replay import replay
 from jaxllm.research.bench.results import about, write_json
 from jaxllm.research.figures import check_picture
 from jaxllm.research.simulator.run import simulate
-from jaxllm.research.workloads import Trace, UniformLengths, make_trace
+from jaxllm.research.workloads import LognormalLengths, Trace, UniformLengths, make_trace
 from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import PRESETS, make_preset
@@ -224,6 +224,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, default=24, help="longest prompt, shortest is a quarter")
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--outputs", choices=("uniform", "max"), default="uniform")
+    parser.add_argument("--sigma", type=float, help="lognormal outputs instead, of --output-len on average")
+    parser.add_argument("--longest", type=int, default=1024, help="of lognormal outputs")
     parser.add_argument("--arrivals", type=arrivals_of, default="all", help=ARRIVALS_HELP)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--gpu-blocks", type=int, default=40)
@@ -259,6 +261,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def trace_of(args: argparse.Namespace, seed: int) -> Trace:
+    """What is played."""
+    outputs = args.outputs
+    if args.sigma is not None:
+        outputs = LognormalLengths(mean=args.output_len, sigma=args.sigma, shortest=1, longest=args.longest)
+    return make_trace(
+        UniformLengths(shortest=max(1, args.prompt_len // 4), longest=args.prompt_len),
+        args.requests,
+        args.output_len,
+        outputs=outputs,
+        arrivals=args.arrivals,
+        seed=seed,
+        name="validation",
+    )
+
+
 def load(args: argparse.Namespace) -> LLM:
     """The engine, with a pool that a batch of the profile fits into."""
     return LLM(
@@ -266,7 +284,7 @@ def load(args: argparse.Namespace) -> LLM:
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         warm_up="all",
-        max_model_len=max(128, args.prompt_len + args.output_len),
+        max_model_len=max(128, args.prompt_len + (args.output_len if args.sigma is None else args.longest)),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=128,
         num_gpu_blocks_override=max(args.gpu_blocks, args.max_num_seqs * 8),
@@ -290,19 +308,7 @@ def main(argv: list[str] | None = None) -> None:
     config = dataclasses.replace(
         llm.engine.scheduler.config, num_gpu_blocks=args.gpu_blocks, num_host_blocks=args.host_blocks
     )
-    prompts = UniformLengths(shortest=max(1, args.prompt_len // 4), longest=args.prompt_len)
-    traces = [
-        make_trace(
-            prompts,
-            args.requests,
-            args.output_len,
-            outputs=args.outputs,
-            arrivals=args.arrivals,
-            seed=seed,
-            name="validation",
-        )
-        for seed in range(args.seed, args.seed + 2 * args.repetitions)
-    ]
+    traces = [trace_of(args, seed) for seed in range(args.seed, args.seed + 2 * args.repetitions)]
     traces, spares = traces[: args.repetitions], traces[args.repetitions :]
     work = work_of_steps(config, args.prompt_len)
     for preset in ("vllm", "vllm_swap_both"):  # warm-up: every program, and both ways to preempt

@@ -54,7 +54,7 @@ class Executor(Protocol):
         """Whether several iterations of so many requests, which ask for such flags, may be one `execute`."""
         ...
 
-    def looks_up(self, num_rows: int) -> bool:
+    def looks_up(self, flags: Collection[int], num_rows: int) -> bool:
         """Whether several iterations of so many requests without such flags may draft by themselves."""
         ...
 

@@ -76,6 +76,16 @@ def test_noise_is_what_two_runs_alike_differ_by():
     assert "The second is faster than both fixed actions in 1 of 2 cells, the first in 0." in text
 
 
+def test_outputs_may_be_lognormal():
+    args = validate_simulator.parse_args(
+        [*OPTIONS, "--output-len", "40", "--sigma", "0.6", "--longest", "99"]
+    )
+    trace = validate_simulator.trace_of(args, 3)
+    assert max(trace.output_lens) <= 99
+    assert len(set(trace.output_lens.tolist())) > 3
+    assert "sigma=0.6" in " ".join(trace.notes)
+
+
 def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     briefly = functools.partial(Profiler.fit, is_brief=True)  # the whole fit is tested elsewhere
     monkeypatch.setattr(Profiler, "fit", lambda self, samples, is_brief=False: briefly(self, samples))

@@ -341,7 +341,7 @@ _values = st.recursive(
 
 
 @given(schemas=st.lists(_values, min_size=4, max_size=4), seed=st.integers(0, 99))
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 def test_what_ends_by_stop_is_what_the_schema_says(llm, schemas, seed):
     params = [
         SamplingParams(
