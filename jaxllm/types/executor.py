@@ -55,7 +55,7 @@ class Executor(Protocol):
         ...
 
     def looks_up(self, flags: Collection[int], num_rows: int) -> bool:
-        """Whether several iterations of so many requests, which ask for such flags, may draft by themselves."""
+        """Whether several iterations of so many requests with such flags may draft by themselves."""
         ...
 
     def is_ready_for(self, request: Request) -> bool:
