@@ -18,7 +18,7 @@ import numpy as np
 from jaxllm.errors import CapacityError
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.draft_programs import DraftCore, DraftInputs, DraftKey, DraftPrograms
-from jaxllm.executor.drafted import DraftBatch, Drafted, warm_up_filling
+from jaxllm.executor.drafted import DraftBatch, Drafted
 from jaxllm.executor.drafter import DraftTimes, Feed, seconds_of, shapes_of
 from jaxllm.executor.programs import EngineState
 from jaxllm.models.registry import Params
@@ -155,7 +155,6 @@ class DraftModel:
                 inputs.counts[:] = count
                 took.append(seconds_of(functools.partial(self._read, key, inputs)))
             self._times.measured(key.seqs, *took)
-        warm_up_filling(self.config, self._run(key, inputs))
         for size, chain in self._programs.chains.items():
             tables = np.zeros((chain.num_rows, self.config.max_blocks), np.int32)
             self._feed(size, tables, *(np.zeros(one.shape, np.int32) for one in chain.shapes()))

@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxllm.executor.chain import Chain, chains_of
 from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.drafted import warm_up_filling
 from jaxllm.executor.drafter import CompiledAhead, placed
 from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.programs import EngineState, state_shapes
@@ -300,6 +301,10 @@ class DraftPrograms(CompiledAhead[DraftKey | Chain]):
             width = max(key.seqs, self.drafting[-1].seqs)
             jitted, arguments = draft_program(self._core, most, width, key, max_blocks)
         return jitted.lower(*placed(arguments, self._device))
+
+    def finish(self) -> None:
+        """See `CompiledAhead`."""
+        warm_up_filling(self._config, self._most, self._device)
 
 
 def draft_program(

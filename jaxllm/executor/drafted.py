@@ -91,8 +91,9 @@ class DraftPlaces:
         return _filled(packed, tokens, places)
 
 
-def warm_up_filling(config: ExecutorConfig, tokens: jax.Array) -> None:
-    """Compile what puts drafts such as `tokens`, those of a `DraftBatch`, into the inputs of steps."""
+def warm_up_filling(config: ExecutorConfig, most: int, device: jax.Device) -> None:
+    """Compile what puts drafts of a `DraftBatch`, at most `most` of a request, into the inputs of steps."""
+    tokens = jax.device_put(np.zeros((most, config.buckets.decode[-1]), np.int32), device)
     for size in config.buckets.sizes:
         places = DraftPlaces()
         places.take(Drafted(DraftBatch(tokens), 0, 1), 0)

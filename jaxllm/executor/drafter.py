@@ -83,6 +83,9 @@ class CompiledAhead(abc.ABC, Generic[_Key]):
     def lower(self, key: _Key) -> jax.stages.Lowered:
         """One that is to be compiled."""
 
+    def finish(self) -> None:
+        """Compile what no key stands for, after all others."""
+
     @property
     def is_ready(self) -> bool:
         """Whether all are compiled.
@@ -117,6 +120,7 @@ class CompiledAhead(abc.ABC, Generic[_Key]):
                     return
                 with jax.default_matmul_precision(self._precision):
                     self._compiled[key] = self.lower(key).compile()
+            self.finish()
         except Exception as error:
             self._failure = error
         finally:

@@ -122,6 +122,10 @@ class _Programs(CompiledAhead[int | Chain]):
             arguments = params, self._carried.hidden, jax.ShapeDtypeStruct((2, key), jnp.int32)
         return jax.jit(run).lower(*placed(arguments, self._device))
 
+    def finish(self) -> None:
+        """See `CompiledAhead`."""
+        warm_up_filling(self._config, self._most, self._device)
+
 
 class MedusaHeads:
     """Proposes what heads say, of all requests of an iteration together.
@@ -187,7 +191,6 @@ class MedusaHeads:
         for size in self._sizes:
             seconds = seconds_of(functools.partial(self._read, size, np.zeros((2, size), np.int32)))
             self._times.measured(size, seconds, seconds)
-        warm_up_filling(self._config, self._run(size, np.zeros((2, size), np.int32)))
         for size, chain in self._programs.chains.items():
             self._feed(size, *(np.zeros(one.shape, np.int32) for one in chain.shapes()))
         self._is_warm = True

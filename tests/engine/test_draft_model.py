@@ -19,11 +19,12 @@ from jaxllm.engine import sizing
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.models import placements, read_model
 from jaxllm.errors import CapacityError, ConfigError
-from jaxllm.executor import memory
+from jaxllm.executor import drafted, memory
 from jaxllm.executor.draft_model import DraftModel
 from jaxllm.executor.draft_programs import ModelCore
 from jaxllm.executor.drafted import DraftBatch, Drafted, DraftPlaces
 from jaxllm.executor.drafter import CompiledAhead, DraftTimes
+from jaxllm.executor.programs import PackedStep
 from jaxllm.sched import speculation
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.policies.speculation import _BY_COST, AsProposed, ByCost, IterationRows
@@ -212,6 +213,20 @@ def test_nothing_is_drafted_until_its_programs_are_there(llm):
     assert model.seconds(1, 2) > 0
     model.release()
     assert model.propose([(first, 2)]) == [()]
+
+
+def test_what_puts_drafts_into_inputs_is_compiled_beside_the_steps(llm):
+    drafted._filled.clear_cache()
+    model = drafting(llm, num_gpu_blocks=3, max_model_len=24)
+    model._programs.wait()
+    count = drafted._filled._cache_size()
+    (drafts,) = model.propose([(running(0, [1, 2, 3]), 2)])
+    for size in model.config.buckets.sizes:
+        places = DraftPlaces()
+        assert places.take(drafts, 0) == [0, 0]
+        places.fill(PackedStep(model.config.draft_key(size), 4, model.config.block_size).array)
+    assert drafted._filled._cache_size() == count == len(model.config.buckets.sizes)
+    model.release()
 
 
 def test_who_drafts_nothing_now_gives_blocks(small):
