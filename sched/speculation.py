@@ -133,25 +133,27 @@ class Speculation:
         self._ended.clear()
         if not plan.decodes:
             return
-        looks_up = self._looks_up(plan, state) and not any(one.num_in_flight for one in state.running)
+        looks_up = self._looks_up(plan, state) and self._is_prepared(state)
         drafts = self._drafts(plan, state, only_known=True, looks_up=looks_up)
-        if looks_up and drafts:
-            num_steps = self.lookup_steps
-            if self._num_right < _SURELY:
-                num_steps = min(_TRIED_STEPS, num_steps)
-            num_drafts = max([len(tokens) for _, tokens in drafts])
-            if self._is_prepared(state, num_steps * (num_drafts + 1)):
-                plan.num_lookups, plan.num_lookup_steps = num_drafts, num_steps
-                return
-            drafts = self._drafts(plan, state, only_known=True)
-        plan.drafts = drafts
+        if not (looks_up and drafts):
+            plan.drafts = drafts
+            return
+        self._has_read |= any(one.request_id not in self._histories for one in state.running)
+        plan.num_lookups = max([len(tokens) for _, tokens in drafts])
+        plan.num_lookup_steps = self.lookup_steps
+        if self._num_right < _SURELY:
+            plan.num_lookup_steps = min(_TRIED_STEPS, self.lookup_steps)
 
-    def _is_prepared(self, state: SchedulerState, num_tokens: int) -> bool:
-        """Whether the device can draft by itself until each request has so many tokens more."""
+    def _is_prepared(self, state: SchedulerState) -> bool:
+        """Whether the device can go on by itself, whatever it keeps."""
         running = state.running.requests
-        self._has_read |= any(request.request_id not in self._histories for request in running)
+        if any(one.num_in_flight for one in running):
+            return False
+        if self._chained is None:
+            return True
+        num_tokens = self.lookup_steps * (self._most_each(state) + 1)
         stops = [(one, min(one.max_total_tokens, one.num_tokens + num_tokens)) for one in running]
-        return self._chained is None or self._chained.prepare(stops)
+        return self.policy.is_worth_asking(len(running)) and self._chained.prepare(stops)
 
     def _most_each(self, state: SchedulerState) -> int:
         """Most drafts of a request where all may have as many."""
@@ -197,7 +199,8 @@ class Speculation:
         if looks_up and drafts:
             rights = [_expected(self._rate(request), len(tokens)) for request, tokens in drafts]
             self._num_right = self._share * sum(rights) / len(drafts)
-            if not self.policy.is_worth_looking_up(self._num_right, are_there=is_there):
+            # What is computed was weighed with all it takes; if it is not done nothing is learned of it.
+            if not (is_computed or self.policy.is_worth_looking_up(self._num_right, are_there=is_there)):
                 drafts = []
         is_fruitful = is_there and bool(drafts)
         self._num_fruitful += _RATE * (is_fruitful - self._num_fruitful)

@@ -215,14 +215,15 @@ class DraftModel:
         """See `jaxllm.sched.proposers.ChainedProposer`."""
         if not (self._is_ready() and self._programs.chains):
             return False
+        for request, stop in asked:
+            follows = self._num_seen(request) > 0 and self.core.follows(request)
+            if not follows or stop > self.config.max_model_len:
+                return False
         names = {request.request_id for request, _ in asked}
-        return all(
-            self._num_seen(request) > 0
-            and self.core.follows(request)
-            and stop <= self.config.max_model_len
-            and self._room_for(request, stop, names) is not None
-            for request, stop in asked
-        )
+        others = [len(held.blocks) for name, held in self._held.items() if name not in names]
+        if sum([self._num_missing(*one) for one in asked]) > len(self._free) + sum(others):
+            return False  # nobody has more than it needs then
+        return all(self._room_for(request, stop, names) for request, stop in asked)
 
     @under_jax_defaults
     def begin(self, requests: Sequence[Request], size: int) -> Feed:
@@ -264,7 +265,7 @@ class DraftModel:
         """What is held of a request, with blocks for so many tokens; None if there are too few."""
         held = self._held.pop(request.request_id, None) or _Held(request, [])
         self._held[request.request_id] = held
-        missing = -(-num_tokens // self.config.block_size) - len(held.blocks)
+        missing = self._num_missing(request, num_tokens)
         if missing > len(self._free):
             for one in [one for name, one in self._held.items() if name not in others]:
                 self.forget(one.request)
@@ -275,6 +276,11 @@ class DraftModel:
         if missing > 0:
             held.blocks += [self._free.pop() for _ in range(missing)]
         return held
+
+    def _num_missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks that so many of its tokens take beyond those that it has."""
+        held = self._held.get(request.request_id)
+        return max(0, -(-num_tokens // self.config.block_size) - len(held.blocks if held else ()))
 
     def _catch_up(self, drafted: Sequence[_Held]) -> None:
         """Find out what is right of what is held, and compute all that is missing but for the newest."""

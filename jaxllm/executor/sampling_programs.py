@@ -6,8 +6,9 @@ nothing of a step's shape: the rows that are sampled so are taken out of its log
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,12 @@ _SIZES = 1, 16, 64, 256
 _FIRST_SIZE = 16
 
 
-class RowsKey(NamedTuple):
-    """A program that samples so many rows; `sampling` is what it can do."""
+@dataclasses.dataclass(frozen=True)
+class RowsKey:
+    """A program that samples so many rows; `sampling` is what it can do.
+
+    Keys of several kinds are in one dictionary, so that they are no tuples, which would be equal.
+    """
 
     rows: int
     sampling: Sampling
@@ -35,7 +40,8 @@ class RowsKey(NamedTuple):
         return f"sampling of {self.rows}{self.sampling.words}"
 
 
-class TakeKey(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class TakeKey:
     """A program that takes so many rows out of the logits of `num_logits`."""
 
     num_logits: int

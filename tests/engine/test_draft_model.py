@@ -92,9 +92,9 @@ def answers(llm):
     return [output.token_ids for output in outputs]
 
 
-def engine_of(llm, model, num_tokens=MOST, policy=None, num_steps=1, **changes):
+def engine_of(llm, model, num_tokens=MOST, policy=None, num_steps=1, says=None, **changes):
     config = dataclasses.replace(llm.engine.scheduler.config, **changes)
-    drafting = model and Speculation(model, AsProposed(), num_tokens, 4 * MOST, chained=model)
+    drafting = model and Speculation(model, says or AsProposed(), num_tokens, 4 * MOST, chained=model)
     scheduler = Recording(config, policy or SchedulerPolicy(), speculation=drafting)
     if num_steps > 1:
         llm.executor.drafter = model
@@ -303,6 +303,34 @@ def test_nobody_goes_on_after_an_end(llm, alike, answers, end):
     assert [output.token_ids for output in outputs] == [tokens[: first + 1], answers[3]]
     assert outputs[0].outputs[0].finish_reason == "stop"
     assert engine.scheduler.lookups
+
+
+def test_what_is_hardly_right_is_drafted_where_that_costs_little(llm, alike, answers):
+    """Else nobody would ever learn that it has become right."""
+    engine = engine_of(llm, alike, 1, num_steps=4, says=predicting())
+    of_all = engine.scheduler.speculation._all
+    for one in (of_all.after_right, of_all.after_wrong):
+        one.add(40, 5)
+    (output,) = run(engine, PROMPTS[:1], GREEDY)
+    assert output.token_ids == answers[0]
+    assert engine.scheduler.lookups
+    assert engine.scheduler.speculation.counts.num_kept > 5
+
+
+def test_blocks_that_are_too_few_for_all_are_left_to_step_by_step(llm):
+    model = drafting(llm, num_gpu_blocks=10)
+    model._carried = lambda: llm.executor.carried
+    model._programs.wait()
+    model._programs.chains = {4: None}
+    requests = [running(i, list(range(16))) for i in range(2)]
+    asked = [(request, 22) for request in requests]
+    model._is_warm = True
+    assert not model.prepare(asked)
+    assert model.num_free_blocks == 10
+    assert not model.prepare([(requests[0], 113)])
+    assert model.prepare([(requests[0], 22)])
+    assert model.num_free_blocks == 4
+    model.release()
 
 
 @pytest.mark.parametrize("is_alike", [True, False])

@@ -17,7 +17,7 @@ from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.placement import Placement
 from jaxllm.executor.programs import ProgramKey
-from jaxllm.executor.sampling_programs import RowsKey, kind_of
+from jaxllm.executor.sampling_programs import RowsKey, TakeKey, kind_of
 from jaxllm.executor.shared_programs import SharedPrograms
 from jaxllm.executor.slot_params import Sampling
 from jaxllm.executor.step_programs import StepPrograms
@@ -360,6 +360,16 @@ def test_planners_of_their_own_let_requests_wait_for_programs(monkeypatch, prese
     while engine.has_unfinished_requests:
         done += engine.step()
     assert done[2].finish_reason == "length"
+
+
+def test_programs_of_several_kinds_have_keys_that_differ():
+    """Of three sequences there was one key for what filters three rows, and for what takes three of three."""
+    settings = {"max_num_seqs": 3, "decode_buckets": [3], "warm_up": "background"}
+    with make_llm(golden_checkpoint(NAME), **settings) as llm:
+        params = [SamplingParams(top_p=0.5, seed=seed, max_tokens=4) for seed in range(3)]
+        outputs = llm.generate([[3, 5, 7]] * 3, params, use_tqdm=False)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [4] * 3
+    assert len({RowsKey(3, Sampling(3)), TakeKey(3, 3)}) == 2
 
 
 def test_more_rows_than_a_program_samples_take_turns(monkeypatch):

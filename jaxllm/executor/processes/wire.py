@@ -5,6 +5,7 @@ bytes of the JSON, bytes of the arrays (8 each, big endian) | JSON | arrays one 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import struct
@@ -51,7 +52,8 @@ def packed(name: str, arguments: Sequence[Any]) -> bytes:
         if isinstance(value, BlockName):
             return {"BlockName": [value.digest.hex(), value.tokens.hex(), value.number]}
         if type(value).__name__ in _NAMED:
-            return {type(value).__name__: [int(one) for one in value]}
+            parts = value if isinstance(value, tuple) else dataclasses.astuple(value)
+            return {type(value).__name__: [int(one) for one in parts]}
         if isinstance(value, list | tuple):
             return [plain(one) for one in value]
         if isinstance(value, dict):
