@@ -147,7 +147,7 @@ class Speculation:
     def _is_prepared(self, state: SchedulerState) -> bool:
         """Whether the device can go on by itself, whatever it keeps."""
         running = state.running.requests
-        if any(one.num_in_flight for one in running):
+        if not running or any(one.num_in_flight for one in running):
             return False
         if self._chained is None:
             return True
