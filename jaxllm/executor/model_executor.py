@@ -171,7 +171,9 @@ class ModelExecutor(Worker):
         assert self.drafter is not None
         feed = self.drafter.begin(scheduled.decode, key.rows)
         num_rows = key.num_decodes(self.config.max_num_seqs)
-        first, lengths = jax.device_put((packed, packed[num_rows : 2 * num_rows]), self._device)
+        known = [request.num_known_tokens for request in scheduled.decode]
+        padded = np.pad(np.array(known, np.int32), (0, num_rows - len(known)))
+        first, lengths = jax.device_put((packed, padded), self._device)
         found = []
         for _ in range(scheduled.num_decode_steps):
             inputs = jax.device_put(feed(first, lengths), self._placement.sharding())
@@ -402,8 +404,7 @@ class ModelExecutor(Worker):
         if size is None or any(one & ~Sampling.FILTERED.value for one in flags):
             return False
         key = self.config.lookup_key(size)
-        filtering = key._replace(sampling=FILTERED)
-        if flags and not self._programs.has(filtering):
+        if flags and not self._programs.has(filtering := key._replace(sampling=FILTERED)):
             self._apart.note_filtered(filtering)
             return False
         return all(self._programs.has(one) for one in (key, key._replace(sampling=Sampling.RANDOM)))

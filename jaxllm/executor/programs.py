@@ -228,11 +228,11 @@ class PackedStep:
     """The inputs of a step: views of parts of one flat int32 array, uploaded at once; padding at first.
 
     `decode_slots`, `decode_lengths` [B] are those of `step_rows.DecodeInputs`, and `num_steps` [1] how many
-    iterations to compute; `limits` [B], `num_drafts` [1] and `drafts` [K, B] those of `run_lookup_steps`,
-    the last one filled in by whoever drafts; `tokens`,
-    `targets`, `query_starts`, `lengths`, `slots`, `num_seqs` and `sampled` those of
-    `step_rows.PrefillInputs`, if there are prompts. `new_blocks` [2, U] are changes of the block tables,
-    which stay on the device: places in the flat tables, beyond their end in padding, and the block there.
+    iterations to compute; `limits` [B] and `num_drafts` [1] those of `run_lookup_steps`, and `drafts` [K, B]
+    its `given`, which whoever drafts fills in; `tokens`, `targets`, `query_starts`, `lengths`, `slots`,
+    `num_seqs` and `sampled` those of `step_rows.PrefillInputs`, if there are prompts. `new_blocks` [2, U] are
+    changes of the block tables, which stay on the device: places in the flat tables, beyond their end in
+    padding, and the block there.
     """
 
     decode_slots: np.ndarray
