@@ -438,6 +438,8 @@ class Scheduler:
             self._offloader.forget()
         if self._read_ahead is not None:
             self._read_ahead.forget()
+        if self.speculation is not None:
+            self.speculation.forget_prefixes()
         return self._state.host.take_dropped()
 
     def check(self) -> None:

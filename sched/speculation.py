@@ -287,6 +287,11 @@ class Speculation:
         history = self._histories.get(request.request_id) or History()
         return history.rate(self._all, history.was_right)
 
+    def forget_prefixes(self) -> None:
+        """Find nothing again of what requests have left with what drafts."""
+        if self._chained is not None:
+            self._chained.forget_prefixes()
+
     def verified(self, request: Request, verified: Verified) -> None:
         """Note what became of a request's drafts."""
         histories = self._ended if request.is_finished else self._histories

@@ -115,6 +115,9 @@ class Knowing:
     def kept(self, request):
         self.prepared.discard(request)
 
+    def forget_prefixes(self):
+        pass
+
     def _draw(self, request, num_tokens):
         done = len(request.output_token_ids)
         right = self.answers.get(request.request_id, [])[done : done + num_tokens]

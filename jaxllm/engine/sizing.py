@@ -19,8 +19,8 @@ from jaxllm.errors import ConfigError, shown
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.decode_steps import Lookup
 from jaxllm.executor.fastest import FASTEST
-from jaxllm.executor.lookup_steps import Lookup
 from jaxllm.executor.parts import most_rows
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.pallas_kernels.kv_layout import KVLayout

@@ -1,6 +1,6 @@
 """Iterations with drafts of a model or heads that follow one another on the device.
 
-One program drafts and puts the drafts among the inputs of the next iteration, `lookup_steps` computes that,
+One program drafts and puts the drafts among the inputs of the next iteration, `decode_steps` computes that,
 and what it says of lengths goes to the first program again. The host sends all of them and waits for none.
 """
 

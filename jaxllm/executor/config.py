@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxllm.executor.buckets import Buckets
-from jaxllm.executor.lookup_steps import Lookup
+from jaxllm.executor.decode_steps import Lookup
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, kind_of, row_sizes
 from jaxllm.executor.slot_params import Sampling

@@ -23,7 +23,8 @@ from jaxllm.executor.drafter import DraftTimes, Feed, seconds_of, shapes_of
 from jaxllm.executor.programs import EngineState
 from jaxllm.models.registry import Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults
-from jaxllm.types import Request, RequestStatus
+from jaxllm.sched.cache.blocks import BlockPool
+from jaxllm.types import BlockName, Request, RequestStatus
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -31,7 +32,8 @@ class _Held:
     """The KV of a request: its blocks, how many of its tokens are in them, and drafts behind them.
 
     These were computed, too, and are right as far as they are what came from place `num_tokens` on. With
-    `is_chained` it drafts in iterations of which the host does not know yet what they kept.
+    `is_chained` it drafts in iterations of which the host does not know yet what they kept. The first
+    `num_named` blocks are found by others.
     """
 
     request: Request
@@ -39,6 +41,7 @@ class _Held:
     num_tokens: int = 0
     drafts: Sequence[int] = ()
     is_chained: bool = False
+    num_named: int = 0
 
 
 class DraftModel:
@@ -47,6 +50,7 @@ class DraftModel:
     It has a KV pool of its own, with blocks for each request, and computes what it has not seen before it
     drafts: at first the prompt, then what came since. KV of wrong drafts is written over. Where blocks are
     missing those go who draft nothing now, the longest unused first; who is preempted or ends holds none.
+    Full blocks are found by their names, those that the engine's own pool gives them, until they are needed.
 
     Args:
         core: what drafts (`draft_programs`).
@@ -77,7 +81,7 @@ class DraftModel:
         self._held: dict[str, _Held] = {}  # who has drafted last comes last
         self._is_warm = self._is_released = False
         self._params: Params = {}
-        self._free: list[int] = []
+        self._blocks = BlockPool(config.num_gpu_blocks, config.block_size)
         self._pool: jax.Array | None = None
         try:
             self.take_back()
@@ -101,7 +105,7 @@ class DraftModel:
             self._params = self._load()
         if self._pool is None:
             self._pool = self._make_pool()
-            self._free = list(range(self.config.num_gpu_blocks))[::-1]
+            self._blocks = BlockPool(self.config.num_gpu_blocks, self.config.block_size)
 
     def _make_pool(self) -> jax.Array:
         shape = self.core.pool()
@@ -119,7 +123,6 @@ class DraftModel:
     def let_go(self, *, weights: bool) -> None:
         """Give the memory of the pool back, and with `weights` theirs; nobody is being drafted for."""
         self._held.clear()
-        self._free = []
         self._pool = None
         if weights:
             self._params = {}
@@ -133,8 +136,8 @@ class DraftModel:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that hold nothing."""
-        return len(self._free)
+        """Blocks that no request holds."""
+        return self._blocks.num_free
 
     @under_jax_defaults
     def warm_up(self) -> None:
@@ -158,6 +161,7 @@ class DraftModel:
         for size, chain in self._programs.chains.items():
             tables = np.zeros((chain.num_rows, self.config.max_blocks), np.int32)
             self._feed(size, tables, *(np.zeros(one.shape, np.int32) for one in chain.shapes()))
+        self._blocks.forget_names()  # the first block holds something else
         self._is_warm = True
 
     # A proposer
@@ -170,7 +174,11 @@ class DraftModel:
         """See `jaxllm.sched.proposers.Proposer`."""
         held = self._held.pop(request.request_id, None)
         if held is not None:
-            self._free += held.blocks
+            self._blocks.release(held.blocks)
+
+    def forget_prefixes(self) -> None:
+        """See `jaxllm.sched.proposers.ChainedProposer`."""
+        self._blocks.forget_names()
 
     @under_jax_defaults
     def propose(self, asked: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
@@ -220,8 +228,8 @@ class DraftModel:
             if not follows or stop > self.config.max_model_len:
                 return False
         names = {request.request_id for request, _ in asked}
-        others = [len(held.blocks) for name, held in self._held.items() if name not in names]
-        if sum([self._num_missing(*one) for one in asked]) > len(self._free) + sum(others):
+        own = {block for name, held in self._held.items() if name in names for block in held.blocks}
+        if sum([self._num_missing(*one) for one in asked]) > self._blocks.num_blocks - len(own):
             return False  # nobody has more than it needs then
         return all(self._room_for(request, stop, names) for request, stop in asked)
 
@@ -263,19 +271,42 @@ class DraftModel:
 
     def _room_for(self, request: Request, num_tokens: int, others: Iterable[str]) -> _Held | None:
         """What is held of a request, with blocks for so many tokens; None if there are too few."""
-        held = self._held.pop(request.request_id, None) or _Held(request, [])
+        held = self._held.pop(request.request_id, None) or self._found(request)
         self._held[request.request_id] = held
         missing = self._num_missing(request, num_tokens)
-        if missing > len(self._free):
+        if missing > self._blocks.num_free:
             for one in [one for name, one in self._held.items() if name not in others]:
                 self.forget(one.request)
-                if missing <= len(self._free):
+                if missing <= self._blocks.num_free:
                     break
             else:
                 return None
         if missing > 0:
-            held.blocks += [self._free.pop() for _ in range(missing)]
+            held.blocks += self._blocks.allocate(missing)
+            self._blocks.reclaimed.clear()
         return held
+
+    def _found(self, request: Request) -> _Held:
+        """What a request begins with that is in the pool."""
+        size = self._blocks.block_size
+        blocks = self._blocks.find(self._names(request)[: max(0, self._num_seen(request) - 1) // size])
+        self._blocks.acquire(blocks)
+        return _Held(request, blocks, len(blocks) * size, num_named=len(blocks))
+
+    def _names(self, request: Request, first: int = 0) -> Sequence[BlockName]:
+        """Names of its blocks from the `first` on; none without prefix caching, or where it was cut."""
+        # Of what is some tokens behind, a block depends on the first tokens of the next one, too.
+        return () if request.dropped_token_ids else request.block_names[first + (self.core.num_behind > 0) :]
+
+    def _name(self, held: _Held) -> None:
+        """Let others find its full blocks; what they hold is computed now, or is there."""
+        count = held.num_tokens // self._blocks.block_size - held.num_named
+        if count > 0:
+            names = self._names(held.request, held.num_named)
+            for block, name in zip(held.blocks[held.num_named :][:count], names, strict=False):
+                self._blocks.name(block, name)
+                held.num_named += 1
+            self._blocks.unfilled.clear()
 
     def _num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that so many of its tokens take beyond those that it has."""
@@ -294,6 +325,7 @@ class DraftModel:
             if num_seen - held.num_tokens > self.core.num_new:
                 waiting.append((held, held.num_tokens, num_seen - 1))
                 held.num_tokens = num_seen - 1
+            self._name(held)
         if not waiting:
             return
         keys = self._programs.catching_up

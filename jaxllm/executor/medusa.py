@@ -238,6 +238,9 @@ class MedusaHeads:
     def kept(self, request: Request) -> None:
         """See `jaxllm.sched.proposers.ChainedProposer`; nothing is held of it."""
 
+    def forget_prefixes(self) -> None:
+        """See `jaxllm.sched.proposers.ChainedProposer`; there are none."""
+
     def begin(self, requests: Sequence[Request], size: int) -> Feed:
         """See `Drafter`."""
         return functools.partial(self._feed, size)

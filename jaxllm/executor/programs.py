@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.executor.lookup_steps import Lookup, run_lookup_steps
+from jaxllm.executor.decode_steps import Drafting, Lookup, run_decode_steps
 from jaxllm.executor.placement import ANYWHERE, BY_KV_HEADS, ON_EACH, Placement
 from jaxllm.executor.slot_params import PackedSlotParams, Sampling
-from jaxllm.executor.step import DeviceState, StepOutputs, run_decode_steps, run_step
+from jaxllm.executor.step import DeviceState, StepOutputs, run_step
 from jaxllm.executor.step_rows import DecodeInputs, PrefillInputs
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.linear_formats import LinearFormats
@@ -57,6 +57,11 @@ class ProgramKey(NamedTuple):
         is_alike = bool(self.max_chunks) == bool(other.max_chunks) and other.sampling in self.sampling
         is_alike &= self.max_samples >= other.max_samples and self.num_lookups == other.num_lookups
         return is_alike and all(mine >= its for mine, its in zip(self[:3], other[:3], strict=True))
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether it is one of `decode_steps`."""
+        return not self.max_chunks and (self.max_decode_steps > 1 or self.num_lookups > 0)
 
     @property
     def takes_drafts(self) -> bool:
@@ -228,9 +233,9 @@ class PackedStep:
     """The inputs of a step: views of parts of one flat int32 array, uploaded at once; padding at first.
 
     `decode_slots`, `decode_lengths` [B] are those of `step_rows.DecodeInputs`, and `num_steps` [1] how many
-    iterations to compute; `limits` [B] and `num_drafts` [1] those of `run_lookup_steps`, and `drafts` [K, B]
-    its `given`, which whoever drafts fills in; `tokens`, `targets`, `query_starts`, `lengths`, `slots`,
-    `num_seqs` and `sampled` those of `step_rows.PrefillInputs`, if there are prompts. `new_blocks` [2, U] are
+    iterations to compute; `limits` [B], `num_drafts` [1] and `drafts` [K, B], which whoever drafts fills in,
+    those of `decode_steps.Drafting`; `tokens`, `targets`, `query_starts`, `lengths`, `slots`, `num_seqs` and
+    `sampled` those of `step_rows.PrefillInputs`, if there are prompts. `new_blocks` [2, U] are
     changes of the block tables, which stay on the device: places in the flat tables, beyond their end in
     padding, and the block there.
     """
@@ -321,16 +326,15 @@ def _packed_step(
     packed: jax.Array,
 ) -> tuple[EngineState, StepOutputs]:
     tables, decode, prefill, parts = unpacked(key, max_num_seqs, state.pool.shape[4], state.tables, packed)
-    compute: Any = run_step
-    options = {**options, "sampling": key.sampling}
-    inputs: tuple[Any, ...] = decode, prefill
-    if prefill is None and key.num_lookups:
-        compute = run_lookup_steps
-        inputs = decode, parts["limits"], parts["num_drafts"][0], parts["num_steps"][0], parts.get("drafts")
-        options["max_steps"] = key.max_decode_steps
-    elif prefill is None and key.max_decode_steps > 1:
-        compute, inputs = run_decode_steps, (decode, parts["num_steps"][0])
-        options["max_steps"] = key.max_decode_steps
     carried = DeviceState(state.pool, state.history, state.hidden, state.layers)
-    carried, outputs = compute(model_config, params, carried, slot_params.unpack(), *inputs, **options)
+    inputs = model_config, params, carried, slot_params.unpack(), decode
+    options = {**options, "sampling": key.sampling}
+    if key.is_loop:
+        drafting = None
+        if key.num_lookups:
+            drafting = Drafting(parts["limits"], parts["num_drafts"][0], parts.get("drafts"))
+        options["max_steps"] = key.max_decode_steps
+        carried, outputs = run_decode_steps(*inputs, parts["num_steps"][0], drafting, **options)
+    else:
+        carried, outputs = run_step(*inputs, prefill, **options)
     return EngineState(carried.pool, carried.history, tables, carried.hidden, carried.layers), outputs

@@ -54,16 +54,13 @@ class StepOutputs(NamedTuple):
 
     Of several decode iterations the rows come one iteration after another. `logits` [S, vocab_size] float32
     are those that rows were sampled of, in the last iteration; of devices that share the output head each has
-    those of its tokens. `lengths` [B] int32 are those of `lookup_steps`.
+    those of its tokens. `lengths` [B] int32 are those of `decode_steps`.
     """
 
     sampled: SampledRows
     prompt_logprobs: Logprobs | None
     logits: jax.Array
     lengths: jax.Array | None = None
-
-
-_Carry = tuple[jax.Array, DeviceState, jax.Array, jax.Array, SampledRows, jax.Array]
 
 
 class PagedAttention(Attend):
@@ -264,98 +261,6 @@ def sample_rows(
     end = jnp.minimum(lengths, history.shape[1] - 1)
     history = history.at[slots, end].set(sampled.tokens)
     return history, kept, StepOutputs(sampled, prompt_logprobs, logits)
-
-
-def ends(params: SlotParams, slots: jax.Array, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Whether tokens at places `lengths` of their slots' histories end the requests, as the host decides."""
-    is_end = jnp.any(params.end_ids[slots] == tokens[..., None], axis=-1)
-    least = jnp.maximum(params.prompt_length + 1, params.min_length)[slots]
-    return (tokens < 0) | (is_end & (lengths + 1 >= least))
-
-
-def run_decode_steps(
-    config: ModelConfig,
-    params: Mapping[str, jax.Array],
-    state: DeviceState,
-    slot_params: SlotParams,
-    decode: DecodeInputs,
-    num_steps: jax.Array,
-    *,
-    max_steps: int,
-    sampling: Sampling,
-    processors: tuple[LogitsProcessor, ...] = (),
-    implementation: str | None = None,
-    kept_layers: tuple[int, ...] = (),
-) -> tuple[DeviceState, StepOutputs]:
-    """Compute several decode iterations, each on the tokens of the one before it.
-
-    A row that samples one of its `end_ids` is padding from then on, also in the program after this one, which
-    the host may have sent before it knows; when all rows are, the program ends.
-
-    Args:
-        config: the model's configuration (static).
-        params: flat weights.
-        state: the device state.
-        slot_params: by slot.
-        decode: inputs of the first iteration; the block tables have blocks for all of them.
-        num_steps: int32, iterations to compute.
-        max_steps: the most there may be (static).
-        sampling: all that the requests ask for (static).
-        processors: see `sample` (static).
-        implementation: of attention.
-        kept_layers: see `run_step` (static).
-
-    Returns:
-        The state, and outputs with `[max_steps * B]` rows, one iteration after another; those after a row's
-        end mean nothing.
-    """
-
-    newest = jnp.maximum(decode.lengths - 1, 0)
-    tokens = state.history[decode.slots, newest]
-    is_live = (decode.lengths > 0) & ~ends(slot_params, decode.slots, tokens, newest)
-
-    def step(state: DeviceState, lengths: jax.Array) -> tuple[DeviceState, StepOutputs]:
-        inputs = DecodeInputs(decode.slots, lengths, decode.block_tables)
-        state, outputs = run_step(
-            config,
-            params,
-            state,
-            slot_params,
-            inputs,
-            None,
-            sampling=sampling,
-            processors=processors,
-            implementation=implementation,
-            kept_layers=kept_layers,
-        )
-        return state, outputs
-
-    def goes_on(carry: _Carry) -> jax.Array:
-        i, _, is_live, *_ = carry
-        return (i < num_steps) & jnp.any(is_live)
-
-    def body(carry: _Carry) -> _Carry:
-        i, state, is_live, last, collected, _ = carry
-        state, (sampled, _, logits, _) = step(state, jnp.where(is_live, decode.lengths + i, 0))
-        collected = jax.tree.map(
-            lambda all_rows, rows: lax.dynamic_update_index_in_dim(all_rows, rows, i, 0), collected, sampled
-        )
-        last = jnp.where(is_live, sampled.tokens, last)
-        is_live &= ~ends(slot_params, decode.slots, sampled.tokens, decode.lengths + i)
-        return i + 1, state, is_live, last, collected, logits
-
-    shapes = jax.eval_shape(step, state, decode.lengths)[1]
-    empty = jax.tree.map(lambda rows: jnp.zeros((max_steps, *rows.shape), rows.dtype), shapes.sampled)
-    nothing = jnp.zeros(shapes.logits.shape, shapes.logits.dtype)
-    _, state, _, last, collected, logits = lax.while_loop(
-        goes_on, body, (jnp.int32(0), state, is_live, tokens, empty, nothing)
-    )
-    # Where the next program looks for the newest tokens it finds the ends of rows that have ended.
-    place = jnp.minimum(newest + num_steps, state.history.shape[1] - 1)
-    slots = jnp.where(decode.lengths > 0, decode.slots, state.history.shape[0] - 1)
-    state = state._replace(history=state.history.at[slots, place].set(last))
-    sampled = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), collected)
-    return state, StepOutputs(sampled, None, logits)
 
 
 def _prompt_logprobs(model: CausalLM, axis: str | None, hidden: jax.Array, targets: jax.Array) -> Logprobs:

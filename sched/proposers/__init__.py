@@ -54,3 +54,7 @@ class ChainedProposer(Proposer, Protocol):
     def kept(self, request: Request) -> None:
         """Note that the host knows of a request's tokens of such iterations, all of them."""
         ...
+
+    def forget_prefixes(self) -> None:
+        """Find nothing again of what requests have left."""
+        ...

@@ -1,6 +1,6 @@
 """Drafts that two devices look up together, also of who filters."""
 
-from test_lookup_steps import (  # noqa: F401
+from test_decode_steps import (  # noqa: F401
     expected,
     llm,
     test_a_stop_token_ends_a_request_wherever_it_is,

@@ -26,6 +26,7 @@ from jaxllm.executor.drafted import DraftBatch, Drafted, DraftPlaces
 from jaxllm.executor.drafter import CompiledAhead, DraftTimes
 from jaxllm.executor.programs import PackedStep
 from jaxllm.sched import speculation
+from jaxllm.sched.cache.lookups import learn_names
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.policies.speculation import _BY_COST, AsProposed, ByCost, IterationRows
 from jaxllm.sched.scheduler import Scheduler
@@ -143,6 +144,84 @@ def test_drafts_are_those_of_one_who_has_just_come(alike, rounds, draw):
     for request in requests:
         alike.forget(request)
     assert alike.num_free_blocks == alike.config.num_gpu_blocks
+
+
+def beginning_with(model, index, tokens):
+    """A request whose blocks have names, as those of an engine with prefix caching."""
+    request = running(index, tokens)
+    learn_names(request, len(tokens), model.config.block_size)
+    return request
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rounds=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(1, MOST), st.integers(0, 9), st.booleans()),
+        min_size=4,
+        max_size=16,
+    ),
+    draw=st.integers(0, 2**20),
+)
+def test_drafts_after_what_others_began_with_are_the_same(alike, rounds, draw):
+    """Two prompts, each with three endings, held, gone and back, after drafts of which some were wrong."""
+    random, size = np.random.default_rng(draw), alike.config.block_size
+    prompts = [random.integers(0, 128, count).tolist() for count in (40, 3 * size)]
+    live, count = {}, itertools.count()
+    for which, num_drafts, num_right, goes in rounds:
+        request = live.get(which)
+        if request is None:
+            ending = [which] * (which % 3 and 7)
+            request = live[which] = beginning_with(alike, next(count), prompts[which % 2] + ending)
+        (tokens,) = alike.propose([(request, num_drafts)])
+        other = running(999, request.token_ids(0, request.num_known_tokens))
+        assert alike.propose([(other, num_drafts)])[0] == tokens
+        alike.forget(other)
+        request.output_token_ids += [*tokens[:num_right], *random.integers(0, 128, 1).tolist()]
+        learn_names(request, request.num_known_tokens, size)
+        if goes or request.num_known_tokens > 90:
+            alike.forget(live.pop(which))
+        alike._blocks.check()
+    for request in live.values():
+        alike.forget(request)
+    assert alike.num_free_blocks == alike.config.num_gpu_blocks
+    alike.forget_prefixes()
+
+
+def test_what_others_began_with_is_not_computed_again(alike, monkeypatch):
+    size, computed, compute = alike.config.block_size, [], alike._compute
+
+    def counting(key, chunks):
+        computed.extend(stop - start for _, start, stop, _ in chunks)
+        return compute(key, chunks)
+
+    def needs(request):
+        computed.clear()
+        alike.propose([(request, 2)])
+        return sum(computed)
+
+    monkeypatch.setattr(alike, "_compute", counting)
+    tokens = [*range(3, 3 + 4 * size), 7, 7]
+    first, second = (beginning_with(alike, i, tokens) for i in range(2))
+    assert needs(first) == 4 * size + 2
+    assert needs(second) == 2
+    assert alike._blocks.num_shared(alike._held["r1"].blocks) == 4
+    other = beginning_with(alike, 2, [*tokens[: 2 * size], 9, *tokens[2 * size + 1 :]])
+    assert needs(other) == 2 * size + 2
+    assert needs(beginning_with(alike, 3, tokens[: 4 * size])) == size, "one is to be computed"
+    assert needs(running(4, tokens)) == 4 * size + 2, "without names, without prefix caching"
+    salted = make_request(5, 0, 200, prompt_token_ids=tokens, cache_salt="mine")
+    learn_names(salted, len(tokens), size)
+    salted.status = RequestStatus.RUNNING
+    assert needs(salted) == 4 * size + 2
+    first.status = second.status = RequestStatus.WAITING  # and what they leave is found again
+    assert needs(beginning_with(alike, 6, tokens)) == 2
+    alike.forget_prefixes()
+    assert needs(beginning_with(alike, 7, tokens)) == 4 * size + 2
+    alike.warm_up()
+    assert needs(beginning_with(alike, 8, tokens)) == 4 * size + 2, "its programs ran in the first block"
+    for request in [held.request for held in alike._held.values()]:
+        alike.forget(request)
+    alike.forget_prefixes()
 
 
 def test_nobody_reads_drafts_before_they_are_verified(llm, alike, other, answers, monkeypatch):

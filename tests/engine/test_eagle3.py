@@ -183,6 +183,26 @@ def test_heads_draft_what_a_reference_drafts(llm, target, weights, answers, is_s
         assert drafts == reference(target[1], weights, np.array(tokens), count, norm_before_residual=True)
 
 
+def test_blocks_before_other_tokens_are_shared_but_for_the_last(llm, target, weights, monkeypatch):
+    """A row is of the token after its own, too."""
+    drafter, shared = llm.executor.drafter, []
+    found, size = drafter._found, drafter.config.block_size
+
+    def finding(request):
+        held = found(request)
+        shared.append(len(held.blocks))
+        return held
+
+    monkeypatch.setattr(drafter, "_found", finding)
+    noting = Noting(drafter)
+    engine = engine_of(llm, noting, enable_prefix_caching=True)
+    for ending in ([7] * size, [9] * size, [9] * size + [6]):
+        run(engine, [[*range(60, 60 + 3 * size), *ending]], GREEDY)
+    assert shared == [0, 2, 3]
+    for tokens, count, drafts in noting.noted:
+        assert drafts == reference(target[1], weights, np.array(tokens), count, norm_before_residual=True)
+
+
 def test_heads_of_other_settings_draft_what_a_reference_drafts(target, answers, tmp_path):
     changes = {"norm_before_residual": False, "draft_vocab_size": 128}
     weights = draw(Eagle3Config.from_dict(CONFIG | changes, NUM_LAYERS), seed=5)

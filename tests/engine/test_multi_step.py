@@ -14,9 +14,10 @@ from variants import golden_checkpoint, golden_data
 from jaxllm import SamplingParams
 from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import ConfigError
+from jaxllm.executor.decode_steps import run_decode_steps
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.slot_params import Sampling, SlotParams
-from jaxllm.executor.step import DeviceState, run_decode_steps, run_step
+from jaxllm.executor.step import DeviceState, run_step
 from jaxllm.executor.step_rows import DecodeInputs, PrefillInputs
 from jaxllm.sched.policies import SchedulerPolicy, SwapIfItFits
 from jaxllm.sched.presets import make_preset

@@ -11,7 +11,7 @@ from jaxllm import LLM
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import decode_ladder, prefill_ladder
-from jaxllm.executor.lookup_steps import Lookup
+from jaxllm.executor.decode_steps import Lookup
 from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.models.config import config_from_dict
 from jaxllm.models.registry import weight_bytes

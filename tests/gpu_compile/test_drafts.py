@@ -8,9 +8,9 @@ from published import LLAMA_3_8B
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.chain import chains_of
 from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.decode_steps import Lookup
 from jaxllm.executor.draft_programs import DraftKey, ModelCore, chained_program, draft_program
 from jaxllm.executor.eagle3 import Eagle3Core
-from jaxllm.executor.lookup_steps import Lookup
 from jaxllm.executor.programs import state_shapes
 from jaxllm.models.config import config_from_dict
 from jaxllm.models.eagle3 import Eagle3Config

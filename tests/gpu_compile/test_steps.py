@@ -8,7 +8,7 @@ import jax
 import pytest
 from published import LLAMA_3_8B
 
-from jaxllm.executor.lookup_steps import Lookup
+from jaxllm.executor.decode_steps import Lookup
 from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.executor.sampling_programs import RowsKey, kind_of, rows_program
 from jaxllm.executor.slot_params import Sampling

@@ -13,7 +13,7 @@ from jaxllm import SamplingParams
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.scheduling import UnknownCosts
 from jaxllm.executor import apart
-from jaxllm.executor.lookup_steps import Lookup, look_up
+from jaxllm.executor.decode_steps import Lookup, look_up
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
