@@ -138,7 +138,7 @@ class Speculation:
         if not (looks_up and drafts):
             plan.drafts = drafts
             return
-        self._has_read |= any(one.request_id not in self._histories for one in state.running)
+        self._has_read |= any(map(self._is_new, state.running))
         plan.num_lookups = max([len(tokens) for _, tokens in drafts])
         plan.num_lookup_steps = self.lookup_steps
         if self._num_right < _SURELY:
@@ -151,6 +151,8 @@ class Speculation:
             return False
         if self._chained is None:
             return True
+        if len(self._begun(running)) < len(running):
+            return False
         num_tokens = self.lookup_steps * (self._most_each(state) + 1)
         stops = [(one, min(one.max_total_tokens, one.num_tokens + num_tokens)) for one in running]
         return self.policy.is_worth_asking(len(running)) and self._chained.prepare(stops)
@@ -165,6 +167,19 @@ class Speculation:
         """Whether the device may draft by itself."""
         return self.lookup_steps > 1 and plan.is_calm(state)
 
+    def _is_new(self, request: Request) -> bool:
+        """Whether a proposer has to read more than the newest tokens."""
+        history = self._histories.get(request.request_id)
+        if history is None or self.proposer.seconds(1, 1) is None:
+            return history is None
+        return request.num_known_tokens > history.num_tokens + 1
+
+    def _begun(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Those that may be drafted for: not those that a proposer would have to read first, at times."""
+        if self.proposer.seconds(1, 1) is None or self.policy.may_begin():
+            return requests
+        return [request for request in requests if request.request_id in self._histories]
+
     def _drafts(
         self, plan: Plan, state: SchedulerState, *, only_known: bool = False, looks_up: bool = False
     ) -> _Drafts:
@@ -177,6 +192,7 @@ class Speculation:
             for request in running
             if request not in gone and not (only_known and request.num_in_flight)
         ]
+        asked = [*self._begun(asked)]
         if not asked:
             return []
         is_computed = self.proposer.seconds(1, 1) is not None
@@ -237,7 +253,7 @@ class Speculation:
 
     def _proposals(self, asked: Sequence[tuple[Request, int]]) -> _Drafts:
         """What is proposed of requests of which something is, as far as their grammars allow it."""
-        self._has_read |= any(request.request_id not in self._histories for request, _ in asked)
+        self._has_read |= any(self._is_new(request) for request, _ in asked)
         for request, _ in asked:
             history = self._histories.setdefault(request.request_id, History())
             history.compare(request, self._all)
@@ -304,6 +320,7 @@ class Speculation:
                 continue
             self._expected_kept += _expected(history.rate(self._all, history.was_right), num_drafted)
             history.add(num_drafted, num_kept, self._all)
+            history.num_tokens = request.num_known_tokens
             self.counts.num_verifications += 1
             self.counts.num_drafted += num_drafted
             self.counts.num_kept += num_kept
@@ -362,7 +379,9 @@ class Speculation:
             self.gains.add(record)
             if self._ledger is not None:
                 self._ledger.verified(record)
-        if seconds is not None and num_decodes and not self._has_read:
+        if seconds is not None and self._has_read and (usual := self.policy.predicted(work)) is not None:
+            self.policy.begun(seconds - num_parts * usual)
+        elif seconds is not None and num_decodes and not self._has_read:
             num_tokens = num_decodes * num_steps // num_parts + num_kept
             self.policy.observe(work, num_steps, num_tokens, seconds)
         self._has_read, self._expected_kept = False, 0.0

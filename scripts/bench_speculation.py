@@ -162,7 +162,7 @@ def simulated(batch: int, drafts: dict[str, Any] | None) -> float:
         policy="vllm_v1",
         dataset=UniformLengths(shortest=_PROMPT, longest=_PROMPT),
         output_len=_OUTPUT,
-        num_prompts=max(24, 8 * batch),
+        num_prompts=max(96, 8 * batch),
         closed=batch,
         max_num_seqs=batch,
         speculative_config=drafts and {"model": _DRAFT, **drafts},

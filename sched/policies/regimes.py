@@ -34,8 +34,11 @@ class Regime:
         self._done = self._seconds = 0.0
         self._skips = True
 
-    def observe(self, work: float, seconds: float) -> None:
-        """Take so much work, done in the present way; the first after a change may have been begun before."""
+    def observe(self, work: float, seconds: float, *, may_try: bool = True) -> None:
+        """Take so much work, done in the present way; the first after a change may have been begun before.
+
+        Unless it `may_try`, no way is tried again now.
+        """
         if self._skips or seconds <= 0.0:
             self._skips = False
             return
@@ -46,7 +49,7 @@ class Regime:
         speed, (done, seconds) = self._done / self._seconds, self._totals[self.way]
         self._totals[self.way] = _KEPT * done + self._done, _KEPT * seconds + self._seconds
         self._done = self._seconds = 0.0
-        way = self._next(speed, is_first=not done)
+        way = self._next(speed, is_first=not done, may_try=may_try)
         self._skips, self.way = way != self.way, way
 
     def _suffices(self) -> bool:
@@ -59,7 +62,7 @@ class Regime:
         done, seconds = max(known, key=lambda one: one[0] / one[1])
         return self._done >= _TRIAL or 2 * _TRIAL * seconds <= self._seconds * done
 
-    def _next(self, newest: float, *, is_first: bool) -> int:
+    def _next(self, newest: float, *, is_first: bool, may_try: bool) -> int:
         """What to do in the next window, after one of this speed, the first of its way or not."""
         for way, (done, _) in enumerate(self._totals):
             if not done:
@@ -77,6 +80,8 @@ class Regime:
             self._num_left[self.way] = self._patience[self.way]
         else:
             self._num_left = [left - 1 for left in self._num_left]
-            others = [way for way in range(len(speeds)) if way != best and self._num_left[way] <= 0]
+            others = [
+                way for way in range(len(speeds)) if way != best and self._num_left[way] <= 0 and may_try
+            ]
             return min(others, key=self._num_left.__getitem__, default=best)
         return best

@@ -86,6 +86,14 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
+    def may_begin(self) -> bool:
+        """Whether a proposer that computes its drafts is asked of requests for the first time."""
+        ...
+
+    def begun(self, seconds: float) -> None:
+        """Note what it took for the first time of some requests, beyond what it takes later."""
+        ...
+
     def predicted(self, work: VerifyingWork) -> float | None:
         """Seconds of an iteration without prompts; None if it predicts nothing."""
         ...
@@ -117,6 +125,13 @@ class AsProposed:
     def observe(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
         """Of no interest."""
 
+    def may_begin(self) -> bool:
+        """Always."""
+        return True
+
+    def begun(self, seconds: float) -> None:
+        """Of no interest."""
+
     def predicted(self, work: VerifyingWork) -> float | None:
         """Nothing."""
         return None
@@ -129,6 +144,7 @@ class BelowBatch:
         self._limit, self._policy = limit, policy
         self.num_drafts, self.is_worth_looking_up = policy.num_drafts, policy.is_worth_looking_up
         self.asked, self.observe, self.predicted = policy.asked, policy.observe, policy.predicted
+        self.may_begin, self.begun = policy.may_begin, policy.begun
 
     def is_worth_asking(self, num_running: int) -> bool:
         """Below the limit."""
@@ -166,6 +182,9 @@ class ByCost:
     for long and wrong for long. No sum of parts tells what that is worth: for each size of batch tokens a
     second are measured without drafts, with all of them, and with as many as seem best (`Regime`).
 
+    What drafting has lost, also where a draft model had to compute prompts, is a debt, which gains pay back,
+    and `_FOR_TRIALS` of the time without drafts. In debt no other way is tried, and no more requests begin.
+
     Args:
         costs: predicts seconds of iterations.
         share: see above.
@@ -178,6 +197,9 @@ class ByCost:
     _TRY_AFTER = 128
     """Iterations that verified drafts, in which other numbers of them are tried."""
     _DOUBT = 0.99
+    _FOR_TRIALS = 0.02
+    _REMEMBERED = 256
+    """Iterations whose gains pay for what comes after them."""
 
     def __init__(
         self,
@@ -191,6 +213,7 @@ class ByCost:
         self._corrections = {way: Correction() for way in ("plain", "verifying", "looking up")}
         self._num_verified = 0
         self._trust = 1.0  # in what drafts add
+        self._debt = 0.0  # seconds
         self._predicted: dict[VerifyingWork, float] = {}
         self._num_observed = 0
         self._asking = self._running = 0.0
@@ -214,7 +237,10 @@ class ByCost:
 
     def observe(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
         """See `SpeculationPolicy`."""
-        self._regime(work.num_decodes).observe(num_tokens / work.num_decodes, seconds)
+        self._pay(work, num_tokens, seconds)
+        self._regime(work.num_decodes).observe(
+            num_tokens / work.num_decodes, seconds, may_try=self._debt <= 0.0
+        )
         self._running += seconds
         seconds /= num_steps
         if self._running > 100 * seconds:
@@ -230,6 +256,22 @@ class ByCost:
             self._trust = 1.0
         measured = max(seconds - self._seconds_of_drafting(work), _LEAST_SHARE * seconds)
         self._corrections[way].add(size, measured / predicted, doubts=is_tried_again)
+
+    def may_begin(self) -> bool:
+        """Without debt."""
+        return self._debt <= 0.0
+
+    def begun(self, seconds: float) -> None:
+        """See `SpeculationPolicy`."""
+        self._debt += max(0.0, seconds)
+
+    def _pay(self, work: VerifyingWork, num_tokens: int, seconds: float) -> None:
+        lost = -self._FOR_TRIALS * seconds
+        if work.num_drafts:
+            lost = seconds - num_tokens / work.num_decodes * self.seconds(VerifyingWork(work.num_decodes))
+        self._debt += lost
+        if self._debt < 0.0:
+            self._debt *= 1.0 - 1.0 / self._REMEMBERED
 
     def num_drafts(
         self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows

@@ -83,6 +83,38 @@ def test_the_ledger_and_the_counts_of_steps(tmp_path):
     assert found.mean_decode_batch <= 4
 
 
+class Counting(Flat):
+    """Notes the work of steps that compute prompts."""
+
+    def __init__(self, seconds):
+        super().__init__(seconds)
+        self.noted = []
+
+    def step_seconds(self, *work):
+        self.noted += [work[2:]] if len(work) > 2 else []
+        return self.seconds
+
+
+def test_a_draft_model_computes_what_it_lacks_of_those_who_draft():
+    def tokens(batch, count, **settings):
+        costs = Counting(0.001)
+        found = run(
+            trace_of(batch, count, prompt=100),
+            batch,
+            draft_costs=costs,
+            acceptance=1.0,
+            policy="fixed",
+            **settings,
+        )
+        return sum(tokens for tokens, *_ in costs.noted), found.num_preemptions
+
+    without, _ = tokens(2, 4, num_speculative_tokens=0)  # what the simulator itself asks for
+    assert tokens(2, 4)[0] - without == 400, "prompts, once each"
+    found, num_preemptions = tokens(8, 24, num_gpu_blocks=64)
+    assert num_preemptions > 0
+    assert found - without >= 2400 + 100 * num_preemptions
+
+
 def test_preempted_requests_end_as_others_do():
     """In a pool that holds half of them at their longest."""
     trace = trace_of(8, 24)

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from scheduler_helpers import make_request
+from scheduler_helpers import make_request, make_scheduler, take
 
 from jaxllm.engine.scheduling import UnknownCosts
 from jaxllm.sched.acceptance import Acceptance
@@ -100,6 +100,110 @@ def test_a_slow_way_is_not_tried_for_long():
     of_trials = [len(list(trial)) for is_slow, trial in itertools.groupby(wasted) if is_slow]
     assert len(of_trials) > 1
     assert set(of_trials[1:]) == {2}  # the first one after a change is not counted
+
+
+def test_in_debt_nobody_begins_and_nothing_is_tried():
+    """What reading prompts took, and drafts that lost; 2 % of the time without drafts, or gains, pay it."""
+    policy = ByCost(UnknownCosts())
+
+    def plain(count):
+        for _ in range(count):
+            policy.observe(VerifyingWork(8), 1, 8, 0.01)
+
+    plain(100)
+    policy.begun(0.5)
+    assert not policy.may_begin()
+    ways = []
+    for _ in range(1500):  # of 10 ms: 0.3 s are paid
+        plain(1)
+        ways.append(policy._regime(8).way)
+    assert len(set(ways[500:])) == 1, "another one costs, and nothing is known of it"
+    assert not policy.may_begin()
+    plain(1200)
+    assert policy.may_begin()
+    policy.begun(0.05)
+    drafts = VerifyingWork(8, 8, 8, 1)
+    policy.observe(drafts, 1, 16, 0.012)
+    assert not policy.may_begin()
+    for _ in range(10):  # 16 tokens in 12 ms instead of 20
+        policy.observe(drafts, 1, 16, 0.012)
+    assert policy.may_begin()
+    for _ in range(100):
+        policy.observe(drafts, 1, 8, 0.012)
+    assert not policy.may_begin()
+    assert BelowBatch(4, policy).may_begin() is False
+    assert AsProposed().may_begin()
+
+
+class Computing:
+    """Drafts that take their time, all right."""
+
+    def __init__(self):
+        self.asked = []
+
+    def propose(self, asked):
+        self.asked.append([request.request_id for request, _ in asked])
+        return [[0] * num_tokens for _, num_tokens in asked]
+
+    def seconds(self, num_requests, num_tokens):
+        return 0.001
+
+    def forget(self, request):
+        pass
+
+
+class Noting(AsProposed):
+    """Notes what it is told, and may forbid to begin."""
+
+    def __init__(self):
+        self.told, self.allows = [], True
+
+    def may_begin(self):
+        return self.allows
+
+    def observe(self, work, num_steps, num_tokens, seconds):
+        self.told.append(seconds)
+
+    def begun(self, seconds):
+        self.told.append(f"begun {seconds:.1f}")
+
+    def predicted(self, work):
+        return 1.0
+
+
+def test_reading_what_came_while_nothing_was_drafted_is_not_part_of_an_iteration():
+    policy, proposer = Noting(), Computing()
+    scheduler = make_scheduler(speculation=Speculation(proposer, policy, 2, 8))
+    speculation, clock = scheduler.speculation, itertools.count(1)
+    scheduler.add(make_request(4, 20, 100))
+
+    def step():
+        scheduled, now = scheduler.schedule(0.0), float(next(clock))
+        take(scheduler, scheduled)
+        for chunk in scheduled.prefill:
+            if chunk.drafts:
+                chunk.request.output_token_ids += [0] * len(chunk.drafts)
+                scheduler.accept(chunk.request, [(2, 2)])
+        speculation.observe(scheduled, now)
+
+    for _ in range(4):
+        step()
+    assert policy.told == ["begun 0.0", 1.0, 1.0]
+    policy.is_worth_asking = lambda num_running: False
+    for _ in range(3):
+        step()
+    policy.is_worth_asking = lambda num_running: True
+    for _ in range(2):
+        step()
+    assert policy.told[3:] == [1.0] * 3 + ["begun 0.0", 1.0]
+    policy.allows = False
+    scheduler.add(make_request(5, 20, 100))
+    for _ in range(3):
+        step()
+    assert proposer.asked[-3:] == [["r4"]] * 3
+    policy.allows = True
+    step()
+    assert proposer.asked[-1] == ["r4", "r5"]
 
 
 class Cheap(UnknownCosts):

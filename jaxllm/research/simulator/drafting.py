@@ -14,7 +14,7 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost, SpeculationPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.sched.speculation import Speculation, most_drafts
-from jaxllm.types import Request, SchedulerOutput
+from jaxllm.types import PrefillChunk, Request, SchedulerOutput
 
 _RIGHT, _WRONG = 0, 1  # simulated requests sample nothing but 0
 
@@ -99,7 +99,7 @@ class SimulatedDrafts:
             policy = BelowBatch(self.disable_by_batch_size, policy)
         most = most_drafts(config.max_num_seqs, config.max_num_batched_tokens, self.num_speculative_tokens)
         speculation = Speculation(proposer, policy, self.num_speculative_tokens, most, clock=clock)
-        return Drafting(speculation, drafting)
+        return Drafting(speculation, drafting, proposer)
 
 
 class _Chance:
@@ -108,6 +108,7 @@ class _Chance:
     def __init__(self, acceptance: float, seed: int, costs: CostModel | None) -> None:
         self._acceptance, self._random, self._costs = acceptance, random.Random(seed), costs
         self._context = 0
+        self.computed: dict[str, tuple[int, int]] = {}  # preemptions so far, and tokens with KV after that
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """See `Proposer`."""
@@ -126,31 +127,46 @@ class _Chance:
 
     def forget(self, request: Request) -> None:
         """See `Proposer`."""
+        self.computed.pop(request.request_id, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """What drafts in one run: the scheduler's part, and the draft model's costs."""
+    """What drafts in one run: the scheduler's part, the draft model's costs, and what is proposed."""
 
     speculation: Speculation
     costs: CostModel | None
+    proposer: _Chance
 
     def seconds(self, scheduled: SchedulerOutput) -> float:
-        """What the draft model takes of a step: its own KV of prompts, and a token at a time of drafts."""
-        costs = self.costs
-        if costs is None:
-            return 0.0
-        chunks = [chunk for chunk in scheduled.prefill if not chunk.drafts]
+        """What the draft model takes of a step: KV that it lacks, and a token at a time of drafts.
+
+        As in the engine it computes KV of those alone who draft, and of who was preempted again.
+        """
         verified = [chunk for chunk in scheduled.prefill if chunk.drafts]
+        if self.costs is None or not verified:
+            return 0.0
+        lacking = [self._lacking(chunk) for chunk in verified]
+        behind = [
+            (chunk.start - count, count) for chunk, count in zip(verified, lacking, strict=True) if count
+        ]
         seconds = 0.0
-        if chunks:
-            tokens, context = sum(chunk.length for chunk in chunks), sum(chunk.start for chunk in chunks)
-            seconds += costs.step_seconds(0, 0, tokens, len(chunks), context)
-        if verified:
-            num_steps = max(len(chunk.drafts) for chunk in verified)
-            context = sum(chunk.start for chunk in verified)
-            seconds += num_steps * costs.step_seconds(len(verified), context)
-        return seconds
+        if behind:
+            contexts, counts = map(sum, zip(*behind, strict=True))
+            seconds += self.costs.step_seconds(0, 0, counts, len(behind), contexts)
+        num_steps = max(len(chunk.drafts) for chunk in verified)
+        context = sum(chunk.start for chunk in verified)
+        return seconds + num_steps * self.costs.step_seconds(len(verified), context)
+
+    def _lacking(self, chunk: PrefillChunk) -> int:
+        """Tokens before a chunk's that are to be computed; those after them it computes now."""
+        times = chunk.request.metrics.num_preemptions
+        computed, name = self.proposer.computed, chunk.request.request_id
+        last, number = computed.get(name, (times, 0))
+        computed[name] = times, chunk.start + len(chunk.drafts)
+        # Of drafts that were all right the last one goes with the newest token.
+        lacking = chunk.start - (number if last == times else 0)
+        return lacking if lacking > 1 else 0
 
     def accept(self, scheduler: Scheduler, scheduled: SchedulerOutput, now: float) -> list[Request]:
         """Append what a step has sampled of drafts, and let their requests go on; who has ended of them."""
