@@ -253,12 +253,15 @@ class Speculation:
 
     def _proposals(self, asked: Sequence[tuple[Request, int]]) -> _Drafts:
         """What is proposed of requests of which something is, as far as their grammars allow it."""
-        self._has_read |= any(self._is_new(request) for request, _ in asked)
+        are_new = [self._is_new(request) for request, _ in asked]
+        self._has_read |= any(are_new) and self.proposer.seconds(1, 1) is None
         for request, _ in asked:
             history = self._histories.setdefault(request.request_id, History())
             history.compare(request, self._all)
         found = []
-        for (request, _), tokens in zip(asked, self.proposer.propose(asked) if asked else (), strict=True):
+        proposed = self.proposer.propose(asked) if asked else ()
+        for is_new, (request, _), tokens in zip(are_new, asked, proposed, strict=True):
+            self._has_read |= is_new and bool(tokens)
             mask = request.token_mask
             if tokens and mask is not None and mask.grammar is not None:
                 tokens = mask.grammar.allowed(tokens)
@@ -312,7 +315,7 @@ class Speculation:
         """Note what became of a request's drafts."""
         histories = self._ended if request.is_finished else self._histories
         history = histories.setdefault(request.request_id, History())
-        history.proposed = ()
+        history.proposed, history.num_tokens = (), request.num_known_tokens
         if self._chained is not None:
             self._chained.kept(request)
         for num_drafted, num_kept in verified:
@@ -320,7 +323,6 @@ class Speculation:
                 continue
             self._expected_kept += _expected(history.rate(self._all, history.was_right), num_drafted)
             history.add(num_drafted, num_kept, self._all)
-            history.num_tokens = request.num_known_tokens
             self.counts.num_verifications += 1
             self.counts.num_drafted += num_drafted
             self.counts.num_kept += num_kept

@@ -143,7 +143,7 @@ class Computing:
 
     def propose(self, asked):
         self.asked.append([request.request_id for request, _ in asked])
-        return [[0] * num_tokens for _, num_tokens in asked]
+        return [[0] * num_tokens * (request.request_id != "r6") for request, num_tokens in asked]
 
     def seconds(self, num_requests, num_tokens):
         return 0.001
@@ -204,6 +204,11 @@ def test_reading_what_came_while_nothing_was_drafted_is_not_part_of_an_iteration
     policy.allows = True
     step()
     assert proposer.asked[-1] == ["r4", "r5"]
+    scheduler.add(make_request(6, 20, 100))  # for whom it has nothing
+    for _ in range(3):
+        step()
+    assert proposer.asked[-1] == ["r4", "r5", "r6"]
+    assert policy.told[-2:] == [1.0, 1.0]
 
 
 class Cheap(UnknownCosts):
