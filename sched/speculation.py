@@ -381,9 +381,10 @@ class Speculation:
             self.gains.add(record)
             if self._ledger is not None:
                 self._ledger.verified(record)
-        if seconds is not None and self._has_read and (usual := self.policy.predicted(work)) is not None:
-            self.policy.begun(seconds - num_parts * usual)
-        elif seconds is not None and num_decodes and not self._has_read:
-            num_tokens = num_decodes * num_steps // num_parts + num_kept
-            self.policy.observe(work, num_steps, num_tokens, seconds)
+        if seconds is not None and num_decodes:
+            if not self._has_read:
+                num_tokens = num_decodes * num_steps // num_parts + num_kept
+                self.policy.observe(work, num_steps, num_tokens, seconds)
+            elif (usual := self.policy.predicted(work)) is not None:
+                self.policy.begun(seconds - num_parts * usual)
         self._has_read, self._expected_kept = False, 0.0

@@ -234,6 +234,10 @@ def test_what_sampled_nothing_is_not_measured():
     for now in (1.0, 2.0):
         speculation.observe(SchedulerOutput(1, prefill=(chunk,), num_drafts=2), now)
     assert speculation.policy.predicted(VerifyingWork(1)) is None
+    speculation.policy.observe(VerifyingWork(1), 1, 1, 1.0)
+    speculation._has_read = True
+    speculation.observe(SchedulerOutput(1, prefill=(chunk,), num_drafts=2), 4.0)
+    assert speculation.policy.may_begin()
 
 
 def test_what_ends_a_request_is_learned_from_as_what_it_follows():
