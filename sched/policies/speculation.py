@@ -200,6 +200,8 @@ class ByCost:
     _FOR_TRIALS = 0.02
     _REMEMBERED = 256
     """Iterations whose gains pay for what comes after them."""
+    _MOST_DEBT, _HELD_UP = 64.0, 4.0
+    """In iterations without drafts; and how often what is predicted, at most, one is taken to last."""
 
     def __init__(
         self,
@@ -237,10 +239,10 @@ class ByCost:
 
     def observe(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
         """See `SpeculationPolicy`."""
-        self._pay(work, num_tokens, seconds)
-        self._regime(work.num_decodes).observe(
-            num_tokens / work.num_decodes, seconds, may_try=self._debt <= 0.0
-        )
+        self._pay(work, num_steps, num_tokens, seconds)
+        regime, is_free = self._regime(work.num_decodes), self._debt <= 0.0
+        if is_free or work.num_drafts or regime.way != _ALL:  # else it is not its way that took as long
+            regime.observe(num_tokens / work.num_decodes, seconds, may_try=is_free)
         self._running += seconds
         seconds /= num_steps
         if self._running > 100 * seconds:
@@ -265,11 +267,15 @@ class ByCost:
         """See `SpeculationPolicy`."""
         self._debt += max(0.0, seconds)
 
-    def _pay(self, work: VerifyingWork, num_tokens: int, seconds: float) -> None:
-        lost = -self._FOR_TRIALS * seconds
+    def _pay(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
+        """Take what iterations have lost or gained; one that was held up has not lost all of that."""
+        if self.predicted(work) is None:
+            return
+        lost, plain = -self._FOR_TRIALS * seconds, self.seconds(VerifyingWork(work.num_decodes))
         if work.num_drafts:
-            lost = seconds - num_tokens / work.num_decodes * self.seconds(VerifyingWork(work.num_decodes))
-        self._debt += lost
+            seconds = min(seconds, num_steps * self._HELD_UP * self.seconds(work))
+            lost = seconds - num_tokens / work.num_decodes * plain
+        self._debt = min(self._debt + lost, self._MOST_DEBT * plain)
         if self._debt < 0.0:
             self._debt *= 1.0 - 1.0 / self._REMEMBERED
 

@@ -135,6 +135,29 @@ def test_in_debt_nobody_begins_and_nothing_is_tried():
     assert AsProposed().may_begin()
 
 
+def test_a_pause_is_not_paid_for_long():
+    """Whoever calls `step` may take a break, and a machine may."""
+    policy = ByCost(UnknownCosts())
+    for work in (VerifyingWork(8), VerifyingWork(8, 8, 16, 2)):
+        for _ in range(100):
+            policy.observe(work, 1, 8 + work.num_drafts, 0.001)
+    policy.observe(VerifyingWork(8, 8, 16, 2), 1, 24, 5.0)
+    assert policy.may_begin(), "it has gained before"
+    policy.begun(5.0)
+    count = 0
+    while not policy.may_begin():
+        policy.observe(VerifyingWork(8), 1, 8, 0.001)
+        count += 1
+    assert count < 4000
+
+
+def test_what_no_model_knows_is_no_gain():
+    policy = ByCost(UnknownCosts())
+    policy.observe(VerifyingWork(8, 8, 16, 2), 1, 24, 0.001)
+    policy.begun(0.001)
+    assert not policy.may_begin()
+
+
 class Computing:
     """Drafts that take their time, all right."""
 
