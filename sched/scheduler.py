@@ -432,12 +432,9 @@ class Scheduler:
         """
         self._state.pool.forget_names()
         self._state.host.forget_names()
-        if self._holding is not None:
-            self._holding.forget()
-        if self._offloader is not None:
-            self._offloader.forget()
-        if self._read_ahead is not None:
-            self._read_ahead.forget()
+        for part in (self._holding, self._offloader, self._read_ahead):
+            if part is not None:
+                part.forget()
         if self.speculation is not None:
             self.speculation.forget_prefixes()
         return self._state.host.take_dropped()

@@ -100,7 +100,8 @@ class Speculation:
         self._ledger: Ledger | None = None
         self._num_fruitful = 0.0  # of each asking, by and by
         # Of requests for which something is proposed, by and by; what is computed always is.
-        self._share = _FIRST_SHARE if proposer.seconds(1, 1) is None else 1.0
+        self._is_computed = proposer.seconds(1, 1) is not None
+        self._share = 1.0 if self._is_computed else _FIRST_SHARE
         self._num_refused = 0
         self._num_right = 0.0  # of a request, likely, each time that the device drafts by itself
         self._expected_kept = 0.0  # of drafts of the newest iteration
@@ -170,13 +171,13 @@ class Speculation:
     def _is_new(self, request: Request) -> bool:
         """Whether a proposer has to read more than the newest tokens."""
         history = self._histories.get(request.request_id)
-        if history is None or self.proposer.seconds(1, 1) is None:
+        if history is None or not self._is_computed:
             return history is None
         return request.num_known_tokens > history.num_tokens + 1
 
     def _begun(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Those that may be drafted for: not those that a proposer would have to read first, at times."""
-        if self.proposer.seconds(1, 1) is None or self.policy.may_begin():
+        if not self._is_computed or self.policy.may_begin():
             return requests
         return [request for request in requests if request.request_id in self._histories]
 
@@ -195,14 +196,13 @@ class Speculation:
         asked = [*self._begun(asked)]
         if not asked:
             return []
-        is_computed = self.proposer.seconds(1, 1) is not None
-        if not is_computed:  # prompts are read, which takes its time, once
+        if not self._is_computed:  # prompts are read, which takes its time, once
             self._proposals([(one, 1) for one in asked if one.request_id not in self._histories])
         began, is_there = self._clock(), True
         most = self._most_each(state) if looks_up else self.num_tokens
         limits = [(one, min(most, one.max_total_tokens - one.num_tokens - 1)) for one in asked]
         limits = [(request, count) for request, count in limits if count > 0]
-        if is_computed:
+        if self._is_computed:
             drafts = self._computed(limits, plan, state, gone, only_known=only_known, looks_up=looks_up)
         else:
             found = self._proposals(limits)
@@ -216,7 +216,9 @@ class Speculation:
             rights = [_expected(self._rate(request), len(tokens)) for request, tokens in drafts]
             self._num_right = self._share * sum(rights) / len(drafts)
             # What is computed was weighed with all it takes; if it is not done nothing is learned of it.
-            if not (is_computed or self.policy.is_worth_looking_up(self._num_right, are_there=is_there)):
+            if not (
+                self._is_computed or self.policy.is_worth_looking_up(self._num_right, are_there=is_there)
+            ):
                 drafts = []
         is_fruitful = is_there and bool(drafts)
         self._num_fruitful += _RATE * (is_fruitful - self._num_fruitful)
@@ -254,7 +256,7 @@ class Speculation:
     def _proposals(self, asked: Sequence[tuple[Request, int]]) -> _Drafts:
         """What is proposed of requests of which something is, as far as their grammars allow it."""
         are_new = [self._is_new(request) for request, _ in asked]
-        self._has_read |= any(are_new) and self.proposer.seconds(1, 1) is None
+        self._has_read |= any(are_new) and not self._is_computed
         for request, _ in asked:
             history = self._histories.setdefault(request.request_id, History())
             history.compare(request, self._all)

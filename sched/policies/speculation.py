@@ -198,6 +198,7 @@ class ByCost:
     """Iterations that verified drafts, in which other numbers of them are tried."""
     _DOUBT = 0.99
     _FOR_TRIALS = 0.02
+    """Of the seconds without drafts, what pays for trials."""
     _REMEMBERED = 256
     """Iterations whose gains pay for what comes after them."""
     _MOST_DEBT, _HELD_UP = 64.0, 4.0
@@ -269,7 +270,7 @@ class ByCost:
 
     def _pay(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
         """Take what iterations have lost or gained; one that was held up has not lost all of that."""
-        if self.predicted(work) is None:
+        if not any(self._corrections.values()):
             return
         lost, plain = -self._FOR_TRIALS * seconds, self.seconds(VerifyingWork(work.num_decodes))
         if work.num_drafts:
