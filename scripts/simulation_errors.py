@@ -76,7 +76,9 @@ def describe(row: dict[str, Any], first: str) -> str:
         f"{statistics.fmean(row['simulated_preemptions']):.1f} "
         f"({statistics.fmean(row['simulated_swaps']):.1f}); {speed:.3f} ({low:.3f}..{high:.3f}) times as "
         f"fast as {first}, simulated {over['simulated_speed'][0]:.3f}; turnaround {turnaround:.2f} "
-        f"({least:.2f}..{most:.2f}) of its, simulated {over['simulated_turnaround'][0]:.2f}"
+        f"({least:.2f}..{most:.2f}) of its, simulated {over['simulated_turnaround'][0]:.2f}; mean latency "
+        f"{statistics.fmean(row['mean_latency']):.2f} s, simulated "
+        f"{statistics.fmean(row['simulated_mean_latency']):.2f} s"
     )
 
 

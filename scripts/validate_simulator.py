@@ -192,12 +192,16 @@ def compare(
         "seconds_of_runs": seconds,
         "preemptions": [statistics.fmean(run.num_preemptions for run in of_trace) for of_trace in real],
         "swaps": [statistics.fmean(run.num_swaps for run in of_trace) for of_trace in real],
+        "mean_latency": [
+            statistics.fmean(run.summary()["mean_latency_seconds"] for run in of_trace) for of_trace in real
+        ],
         "weighted_turnaround": [
             statistics.fmean(float(run.weighted_turnaround.mean()) for run in of_trace) for of_trace in real
         ],
         "simulated_seconds": [run.seconds for run in simulated],
         "simulated_preemptions": [run.num_preemptions for run in simulated],
         "simulated_swaps": [run.num_swaps for run in simulated],
+        "simulated_mean_latency": [run.summary()["mean_latency_seconds"] for run in simulated],
         "simulated_weighted_turnaround": [float(run.weighted_turnaround.mean()) for run in simulated],
     }
     spent = [dataclasses.asdict(run.spent) for of_trace in real for run in of_trace]

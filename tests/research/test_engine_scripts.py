@@ -106,6 +106,10 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
         assert row["seconds_error"] == pytest.approx(sum(simulated) / sum(row["seconds"]) - 1, abs=1e-4)
         assert row["preemptions"] == row["simulated_preemptions"]
         assert sum(row["preemptions"]) > 0
+        for of_trace, seconds in zip(row["mean_latency"], row["seconds"], strict=True):
+            assert 0 < of_trace < seconds, "all at once: nobody waits for longer than the run takes"
+        for of_trace, seconds in zip(row["simulated_mean_latency"], row["simulated_seconds"], strict=True):
+            assert 0 < of_trace < seconds
     first, second = (row["over_first"] for row in report["rows"])
     assert first["speed"] == first["turnaround"] == [1.0, 1.0, 1.0]
     speeds = [one / other for one, other in zip(*(row["seconds"] for row in report["rows"]), strict=True)]
