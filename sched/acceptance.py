@@ -55,13 +55,14 @@ class History(Acceptances):
     """Those of a request, and whether its newest drafts were all right.
 
     What was proposed and not verified counts, too, once the tokens are known: `proposed` from place `start`.
-    It had `num_tokens` when some were verified last.
+    It had `num_tokens`, and `num_preemptions`, when some were verified last.
     """
 
     was_right: bool = False
     start: int = 0
     proposed: Sequence[int] = ()
     num_tokens: int = 0
+    num_preemptions: int = 0
 
     def rate(self, of_all: Acceptances, was_right: bool) -> float:
         """How likely the next draft is right, after right ones or others; as of all while few are known."""

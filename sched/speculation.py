@@ -168,18 +168,24 @@ class Speculation:
         """Whether the device may draft by itself."""
         return self.lookup_steps > 1 and plan.is_calm(state)
 
-    def _is_new(self, request: Request) -> bool:
-        """Whether a proposer has to read more than the newest tokens."""
+    def _is_unread(self, request: Request) -> bool:
+        """Whether a proposer has to read its prompt: it never has, or lost that with the request's blocks."""
         history = self._histories.get(request.request_id)
         if history is None or not self._is_computed:
             return history is None
-        return request.num_known_tokens > history.num_tokens + 1
+        return request.metrics.num_preemptions > history.num_preemptions
+
+    def _is_new(self, request: Request) -> bool:
+        """Whether a proposer has to read more than the newest tokens."""
+        if self._is_unread(request) or not self._is_computed:
+            return self._is_unread(request)
+        return request.num_known_tokens > self._histories[request.request_id].num_tokens + 1
 
     def _begun(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Those that may be drafted for: not those that a proposer would have to read first, at times."""
         if not self._is_computed or self.policy.may_begin():
             return requests
-        return [request for request in requests if request.request_id in self._histories]
+        return [request for request in requests if not self._is_unread(request)]
 
     def _drafts(
         self, plan: Plan, state: SchedulerState, *, only_known: bool = False, looks_up: bool = False
@@ -318,6 +324,7 @@ class Speculation:
         histories = self._ended if request.is_finished else self._histories
         history = histories.setdefault(request.request_id, History())
         history.proposed, history.num_tokens = (), request.num_known_tokens
+        history.num_preemptions = request.metrics.num_preemptions
         if self._chained is not None:
             self._chained.kept(request)
         for num_drafted, num_kept in verified:
@@ -336,8 +343,18 @@ class Speculation:
             self._ended[request.request_id] = history
         self.proposer.forget(request)
 
-    def observe(self, scheduled: SchedulerOutput, now: float, looked_up: Sequence[Verified] = ()) -> None:
-        """Note that an iteration has ended; with lookups what `verified` is told of each of its requests."""
+    def observe(
+        self,
+        scheduled: SchedulerOutput,
+        now: float,
+        looked_up: Sequence[Verified] = (),
+        *,
+        is_undisturbed: bool = True,
+    ) -> None:
+        """Note that an iteration has ended; with lookups what `verified` is told of each of its requests.
+
+        What it took is learned from if it `is_undisturbed`: no program was being compiled beside it.
+        """
         (began, before), sampled = self._previous, scheduled.sampled
         self._previous = now, sampled
         verified = [
@@ -363,7 +380,8 @@ class Speculation:
         )
         follows = bool(sampled) and sampled[0] in before  # at once, as far as is known
         seconds = None
-        if follows and not scheduled.has_copies and all(chunk.drafts for chunk in scheduled.prefill):
+        is_timed = follows and is_undisturbed and not scheduled.has_copies
+        if is_timed and all(chunk.drafts for chunk in scheduled.prefill):
             seconds = now - began
         if verified:
             predicted = [self.policy.predicted(one) for one in (work, VerifyingWork(work.num_decodes))]

@@ -73,7 +73,7 @@ def configs_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Settings by name, that without drafts first."""
     found: dict[str, dict[str, Any]] = {"off": {}}
     common: dict[str, Any] = {"method": args.method}
-    if args.method == "draft_model":
+    if args.draft_model or args.method == "draft_model":
         common["model"] = args.draft_model or demo_model_path()
     for count in args.fixed:
         config = {**common, "policy": "fixed", "num_speculative_tokens": count}
@@ -228,7 +228,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", help="folder of a checkpoint; by default the embedded model")
     parser.add_argument("--method", default="ngram")
     parser.add_argument("--fixed", type=sizes, default=[3, 5, 8], help="fixed numbers of drafts")
-    parser.add_argument("--draft-model", help="folder, of draft_model; by default the embedded model")
+    parser.add_argument(
+        "--draft-model", help="folder, of draft_model (by default the embedded model) or of heads"
+    )
     parser.add_argument("--apart", action="store_true", help="fixed numbers also with the host between steps")
     parser.add_argument("--most", type=int, default=8, help="most drafts by cost; 0 for none")
     parser.add_argument("--streams", type=sizes, default=[1, 8, 64])

@@ -348,7 +348,7 @@ class Loop:
         if self._speculation is not None:
             self._go_on_after_drafts(scheduled, turns)
             with self.scheduler.faults:
-                self._speculation.observe(scheduled, now, turns)
+                self._speculation.observe(scheduled, now, turns, is_undisturbed=step.is_undisturbed)
         self.outbox.put(state for state in streaming.values() if not state.request.is_finished)
 
     def _go_on_after_drafts(self, scheduled: SchedulerOutput, turns: Sequence[Verified]) -> None:

@@ -45,8 +45,12 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class IterationFit:
-    """What was fitted to iterations of one kind: on a random split, and with whole regions left out."""
+    """What was fitted to iterations of one kind: on a random split, and with whole regions left out.
 
+    `regressor` is that of the random split.
+    """
+
+    regressor: FittedRegressor
     report: FitReport
     regions: tuple[Region, ...]
 
@@ -141,7 +145,7 @@ def fit_iterations(
                 degrees=[chosen.degree],
             )
             regions.append(Region(name, len(inside), errors_of(other.regressor, inside)))
-        yield IterationFit(found.report, tuple(regions))
+        yield IterationFit(found.regressor, found.report, tuple(regions))
 
 
 def num_too_few(samples: Sequence[Sample]) -> dict[CostKind, int]:

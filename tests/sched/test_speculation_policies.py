@@ -234,6 +234,32 @@ def test_reading_what_came_while_nothing_was_drafted_is_not_part_of_an_iteration
     assert policy.told[-2:] == [1.0, 1.0]
 
 
+def test_who_was_preempted_is_read_again():
+    """What a draft model has of a request goes with its blocks."""
+    policy, proposer = Noting(), Computing()
+    speculation = Speculation(proposer, policy, 2, 8)
+    request = make_request(4, 20, 100)
+    assert speculation._is_new(request)
+    speculation.verified(request, [(2, 2)])
+    assert not speculation._is_new(request)
+    request.metrics.num_preemptions += 1
+    assert speculation._is_new(request)
+    policy.allows = False
+    assert speculation._begun([request]) == []
+    speculation.verified(request, [(2, 0)])
+    assert speculation._begun([request]) == [request]
+    assert not speculation._is_new(request)
+
+
+def test_an_iteration_beside_compiling_is_not_learned_from():
+    policy, request = Noting(), make_request(4, 20)
+    speculation = Speculation(Computing(), policy, 2, 8)
+    scheduled = SchedulerOutput(1, decode=(request,))
+    for now, is_undisturbed in ((1.0, True), (2.0, True), (9.0, False), (10.0, True)):
+        speculation.observe(scheduled, now, is_undisturbed=is_undisturbed)
+    assert policy.told == [1.0, 1.0]
+
+
 class Cheap(UnknownCosts):
     def step_seconds(self, num_decodes, num_context, *prompts):
         return 0.01 + 1e-6 * sum(prompts[:1])
