@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from jaxllm.types import Request
 
-_FORGETS = 0.9
+_KEPT, _KEPT_OF_ALL = 0.95, 0.98
+"""Of what was, with each verification: of a request, and of all."""
 _PRIOR = 0.5
-_TRIALS_OF_ALL = 8.0
+_TRIALS_OF_ALL = 16.0
 """What is known of all requests counts as so many drafts of one."""
 
 
@@ -20,10 +21,10 @@ class Acceptance:
     num_tried: float = 0.0
     num_right: float = 0.0
 
-    def add(self, num_tried: int, num_right: int) -> None:
-        """Take drafts; what was before counts a tenth less."""
-        self.num_tried = self.num_tried * _FORGETS + num_tried
-        self.num_right = self.num_right * _FORGETS + num_right
+    def add(self, num_tried: int, num_right: int, kept: float = _KEPT) -> None:
+        """Take drafts; of what was before so much is `kept`."""
+        self.num_tried = self.num_tried * kept + num_tried
+        self.num_right = self.num_right * kept + num_right
 
     def rate(self, prior: float, num_trials: float = 2.0) -> float:
         """How likely the next one is right; what was thought before counts as so many."""
@@ -46,8 +47,8 @@ class Acceptances:
 
     def forget(self) -> None:
         """Let what was learned count a tenth less."""
-        self.after_right.add(0, 0)
-        self.after_wrong.add(0, 0)
+        for one in (self.after_right, self.after_wrong):
+            one.add(0, 0, 0.9)
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,8 +71,8 @@ class History(Acceptances):
 
     def add(self, num_drafts: int, num_right: int, of_all: Acceptances) -> None:
         """Take so many drafts, of which the first so many were right, for those of all requests, too."""
-        for one in (self, of_all):
-            one.after(self.was_right).add(min(num_drafts, num_right + 1), num_right)
+        for one, kept in ((self, _KEPT), (of_all, _KEPT_OF_ALL)):
+            one.after(self.was_right).add(min(num_drafts, num_right + 1), num_right, kept)
         self.was_right = num_right == num_drafts
 
     def compare(self, request: Request, of_all: Acceptances) -> None:

@@ -19,14 +19,16 @@ class Regime:
     Args:
         num_ways: of how many. Each is tried once, in order. The last is the best as long as no other one is
             clearly faster (`_CREDIT`).
+        begins_with_last: the last one is taken at once, and others are tried as they are later.
 
     Attributes:
         way: which one to take now.
     """
 
-    def __init__(self, num_ways: int) -> None:
+    def __init__(self, num_ways: int, *, begins_with_last: bool = False) -> None:
         """Nothing was measured."""
-        self.way, self._best = 0, num_ways - 1
+        self._best, self._tries_in_order = num_ways - 1, not begins_with_last
+        self.way = self._best if begins_with_last else 0
         self._totals = [(0.0, 0.0)] * num_ways  # work and seconds, what was before counts less
         self._patience = [_FIRST_PATIENCE] * num_ways
         # Windows of the best, until each is tried again; soon, for the first time tells least.
@@ -52,9 +54,22 @@ class Regime:
         way = self._next(speed, is_first=not done, may_try=may_try)
         self._skips, self.way = way != self.way, way
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether the present way is not the best."""
+        return self.way != self._best
+
+    def decline(self) -> None:
+        """Go on with the best, as if the way that is being tried had clearly been no better."""
+        self._patience[self.way] = min(4 * self._patience[self.way], _MOST_PATIENCE)
+        self._num_left[self.way] = self._patience[self.way]
+        self.way, self._tries_in_order = self._best, False
+        self._done = self._seconds = 0.0
+        self._skips = True
+
     def _suffices(self) -> bool:
         """Whether a window or a trial is at its end, a slow one once the fastest had done twice as much."""
-        if self.way == self._best:
+        if not self.is_trying:
             return self._done >= _WINDOW
         known = [one for one in self._totals if one[0]]
         if not known:
@@ -64,10 +79,11 @@ class Regime:
 
     def _next(self, newest: float, *, is_first: bool, may_try: bool) -> int:
         """What to do in the next window, after one of this speed, the first of its way or not."""
-        for way, (done, _) in enumerate(self._totals):
-            if not done:
-                return way
-        speeds = [done / seconds for done, seconds in self._totals]
+        if self._tries_in_order:
+            for way, (done, _) in enumerate(self._totals):
+                if not done:
+                    return way
+        speeds = [done / seconds if done else 0.0 for done, seconds in self._totals]
         speeds[-1] *= _CREDIT
         best = speeds.index(max(speeds))
         if best != self._best:

@@ -161,6 +161,7 @@ def _by_rows(num_rows: int) -> float:
 
 _ALL, _NONE, _BY_COST = range(3)
 """Ways of drafting, in the order in which they are tried first."""
+_HOPELESS = 2.0  # times as slow as no drafts
 _LEAST_SHARE = 0.1  # of an iteration that is not for drafting, whatever that is said to take
 
 
@@ -228,7 +229,10 @@ class ByCost:
         return self._regime(num_running).way != _NONE and self._asking <= self._share * self._running
 
     def _regime(self, num_decodes: int) -> Regime:
-        return self._regimes.setdefault(round(2 * math.log2(max(1, num_decodes))), Regime(3))
+        size = round(2 * math.log2(max(1, num_decodes)))
+        if size not in self._regimes:  # other sizes have told enough for predictions
+            self._regimes[size] = Regime(3, begins_with_last=bool(self._regimes))
+        return self._regimes[size]
 
     def asked(self, seconds: float, *, is_fruitful: bool) -> None:
         """See `SpeculationPolicy`."""
@@ -286,8 +290,11 @@ class ByCost:
         """See `SpeculationPolicy`."""
         self._context = iteration.num_context_tokens // max(1, iteration.num_decodes)
         is_measured = not iteration.num_prompt_tokens
-        if is_measured and self._regime(iteration.num_decodes).way == _ALL:
-            return proposed
+        regime = self._regime(iteration.num_decodes)
+        if is_measured and regime.way == _ALL:
+            if not (regime.is_trying and self._is_hopeless(proposed, acceptance, iteration)):
+                return proposed
+            regime.decline()
         ranked = sorted(
             [
                 (rate**j, -j, place)
@@ -323,6 +330,19 @@ class ByCost:
         for _, _, place in ranked_best[:num_best]:
             counts[place] += 1
         return counts
+
+    def _is_hopeless(
+        self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
+    ) -> bool:
+        """Whether all drafts are predicted to bring far fewer tokens a second than none."""
+        num_decodes, share = iteration.num_decodes, iteration.share
+        rights = [
+            rate**j for rate, count in zip(acceptance, proposed, strict=True) for j in range(1, count + 1)
+        ]
+        rows = math.ceil(len(proposed) * share), math.ceil(len(rights) * share)
+        drafting = self.seconds(VerifyingWork(num_decodes, *rows, max(proposed), iteration.looks_up))
+        gain = (1.0 + sum(rights) * share / num_decodes) * self.seconds(VerifyingWork(num_decodes))
+        return _HOPELESS * gain < drafting
 
     def is_worth_looking_up(self, num_right: float, *, are_there: bool) -> bool:
         """Where that is likely to make up for what the host does meanwhile otherwise."""

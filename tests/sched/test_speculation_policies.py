@@ -102,6 +102,39 @@ def test_a_slow_way_is_not_tried_for_long():
     assert set(of_trials[1:]) == {2}  # the first one after a change is not counted
 
 
+def test_where_much_is_known_other_ways_are_tried_later():
+    regime, ways = Regime(3, begins_with_last=True), []
+    for _ in range(40):
+        ways.append(regime.way)
+        regime.observe(8, 1.0, may_try=False)
+    assert set(ways) == {2}
+    for _ in range(40):
+        ways.append(regime.way)
+        regime.observe(8, 1.0)
+    assert set(ways) == {0, 1, 2}
+
+
+def test_a_way_that_is_declined_is_one_that_was_clearly_no_better():
+    regime, num_tried = Regime(2), 0
+    for _ in range(2000):
+        if regime.is_trying:
+            num_tried += 1
+            regime.decline()
+        assert regime.way == 1
+        regime.observe(8, 1.0)
+    assert 3 < num_tried < 10
+
+
+def test_all_drafts_are_not_tried_where_they_are_said_to_lose_much():
+    """By `UnknownCosts` 64 rows more make a step of 8 take 2.6 times as long."""
+    for rate, is_tried in ((0.9, True), (0.05, False)):
+        policy = ByCost(UnknownCosts())
+        counts = policy.num_drafts([8] * 8, [rate] * 8, IterationRows(8, 800, 0, 200))
+        assert (counts == [8] * 8) == is_tried
+        assert policy._regime(8).is_trying == is_tried
+        assert policy._regime(32).way != 0, "of other sizes predictions are good enough to begin with"
+
+
 def test_in_debt_nobody_begins_and_nothing_is_tried():
     """What reading prompts took, and drafts that lost; 2 % of the time without drafts, or gains, pay it."""
     policy = ByCost(UnknownCosts())
@@ -329,6 +362,6 @@ def test_acceptance_follows_what_happens():
     for _ in range(30):
         history.add(4, 4)
     assert history.rate(0.5) > 0.95
-    for _ in range(60):
+    for _ in range(90):
         history.add(1, 0)
     assert history.rate(0.5) < 0.15
