@@ -37,6 +37,8 @@ from jaxllm.system.options import sizes
 from jaxllm.system.output_files import OutputParser, new_file
 
 _MODULES = queues, reading, running, iterations, order, priority
+_PROMPTS, _MOST_GROUPS = 64, 16
+"""Prompts of a turn, where they are not more groups of streams than this: few alone would say little."""
 _OPENINGS = (
     "def read_lines(path):\n",
     "import json\n\n\ndef load(",
@@ -87,13 +89,17 @@ def configs_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def one_run(llm: LLM, kind: str, streams: int, num_tokens: int) -> tuple[float, float, list[list[int]]]:
-    """Tokens a second, tokens of each verification, and the tokens."""
+    """Tokens a second, tokens of each verification, and the tokens, of so many streams at a time."""
+    prompts = prompts_of(kind, streams * max(1, min(_MOST_GROUPS, _PROMPTS // streams)))
     speculation = llm.engine.scheduler.speculation
     before = (0, 0)
     if speculation is not None:
         before = speculation.counts.num_verifications, speculation.counts.num_kept
     began = time.perf_counter()
-    outputs = llm.generate(prompts_of(kind, streams), params_of(kind, num_tokens), use_tqdm=False)
+    outputs = []
+    for first in range(0, len(prompts), streams):
+        group = prompts[first : first + streams]
+        outputs += llm.generate(group, params_of(kind, num_tokens), use_tqdm=False)
     seconds = time.perf_counter() - began
     yielded = 0.0
     if speculation is not None and (count := speculation.counts.num_verifications - before[0]):
