@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxllm.types import Request
 
@@ -31,9 +32,20 @@ class Acceptance:
         return (self.num_right + prior * num_trials) / (self.num_tried + num_trials)
 
 
+class Chance(NamedTuple):
+    """How likely the first draft of a proposal is right, and each later one if all before it were."""
+
+    first: float
+    later: float
+
+    def of(self, number: int) -> float:
+        """How likely so many drafts are all right."""
+        return self.first * self.later ** (number - 1)
+
+
 @dataclasses.dataclass(slots=True)
 class Acceptances:
-    """Of drafts after others that were all right, and of those after others or none.
+    """Of drafts after others that were right, and of those after wrong ones or none.
 
     Who copies goes on copying: the two differ more than two requests do.
     """
@@ -65,14 +77,20 @@ class History(Acceptances):
     num_tokens: int = 0
     num_preemptions: int = 0
 
-    def rate(self, of_all: Acceptances, was_right: bool) -> float:
-        """How likely the next draft is right, after right ones or others; as of all while few are known."""
-        return self.after(was_right).rate(of_all.after(was_right).rate(_PRIOR), _TRIALS_OF_ALL)
+    def chance(self, of_all: Acceptances) -> Chance:
+        """How likely the next drafts are right; as of all while few of its own are known."""
+        first, later = (
+            self.after(was_right).rate(of_all.after(was_right).rate(_PRIOR), _TRIALS_OF_ALL)
+            for was_right in (self.was_right, True)
+        )
+        return Chance(first, later)
 
     def add(self, num_drafts: int, num_right: int, of_all: Acceptances) -> None:
         """Take so many drafts, of which the first so many were right, for those of all requests, too."""
         for one, kept in ((self, _KEPT), (of_all, _KEPT_OF_ALL)):
-            one.after(self.was_right).add(min(num_drafts, num_right + 1), num_right, kept)
+            one.after(self.was_right).add(1, min(1, num_right), kept)
+            if num_right and num_drafts > 1:
+                one.after_right.add(min(num_drafts - 1, num_right), num_right - 1, kept)
         self.was_right = num_right == num_drafts
 
     def compare(self, request: Request, of_all: Acceptances) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxllm.errors import ConfigError, called
-from jaxllm.sched.acceptance import Acceptances, History
+from jaxllm.sched.acceptance import Acceptances, Chance, History
 from jaxllm.sched.gains import Gains
 from jaxllm.sched.ledger import Ledger, VerificationRecord
 from jaxllm.sched.plan import Plan
@@ -29,9 +29,9 @@ Verified = list[tuple[int, int]]
 _Drafts = list[tuple[Request, Sequence[int]]]
 
 
-def _expected(rate: float, num_drafts: int) -> float:
-    """How many of so many drafts are right, each of which is if those before it are with this probability."""
-    return sum([rate**j for j in range(1, num_drafts + 1)])
+def _expected(chance: Chance, num_drafts: int) -> float:
+    """How many of so many drafts are likely to be right."""
+    return sum([chance.of(j) for j in range(1, num_drafts + 1)])
 
 
 def most_drafts(max_num_seqs: int, max_num_batched_tokens: int, num_tokens: int) -> int:
@@ -208,19 +208,22 @@ class Speculation:
         most = self._most_each(state) if looks_up else self.num_tokens
         limits = [(one, min(most, one.max_total_tokens - one.num_tokens - 1)) for one in asked]
         limits = [(request, count) for request, count in limits if count > 0]
+        share = self._share
         if self._is_computed:
             drafts = self._computed(limits, plan, state, gone, only_known=only_known, looks_up=looks_up)
         else:
             found = self._proposals(limits)
             is_there = bool(found)
             if limits:
-                self._share += _RATE * (len(found) / len(limits) - self._share)
+                now = len(found) / len(limits)
+                self._share += _RATE * (now - self._share)
+                share = self._share + (now - self._share) / self.lookup_steps  # first as now, then as usual
             if looks_up:  # what is not there yet may be soon
                 found = [(request, range(count)) for request, count in limits]
-            drafts = self._cut(found, plan, state, gone, looks_up=looks_up) if found else []
+            drafts = self._cut(found, plan, state, gone, share=share if looks_up else None) if found else []
         if looks_up and drafts:
-            rights = [_expected(self._rate(request), len(tokens)) for request, tokens in drafts]
-            self._num_right = self._share * sum(rights) / len(drafts)
+            rights = [_expected(self._chance(request), len(tokens)) for request, tokens in drafts]
+            self._num_right = share * sum(rights) / len(drafts)
             # What is computed was weighed with all it takes; if it is not done nothing is learned of it.
             if not (
                 self._is_computed or self.policy.is_worth_looking_up(self._num_right, are_there=is_there)
@@ -228,7 +231,8 @@ class Speculation:
                 drafts = []
         is_fruitful = is_there and bool(drafts)
         self._num_fruitful += _RATE * (is_fruitful - self._num_fruitful)
-        self.policy.asked(self._clock() - began, is_fruitful=is_fruitful)
+        num_steps = self.lookup_steps if looks_up else 1
+        self.policy.asked(self._clock() - began, num_steps if is_fruitful else 0)
         return drafts
 
     def max_decode_steps(self, limit: int, num_running: int) -> int:
@@ -249,7 +253,8 @@ class Speculation:
     ) -> _Drafts:
         """Those of a proposer that takes its time: how many are verified is decided before there are any."""
         found: _Drafts = [(request, range(count)) for request, count in limits]
-        wanted = self._cut(found, plan, state, gone, looks_up=looks_up) if found else []
+        share = self._share if looks_up else None
+        wanted = self._cut(found, plan, state, gone, share=share) if found else []
         if not wanted:
             self._num_refused += 1
             if found and self._num_refused % _FORGETS_AFTER == 0:  # else they would never be tried again
@@ -281,9 +286,12 @@ class Speculation:
         return found
 
     def _cut(
-        self, found: _Drafts, plan: Plan, state: SchedulerState, gone: set[Request], *, looks_up: bool = False
+        self, found: _Drafts, plan: Plan, state: SchedulerState, gone: set[Request], *, share: float | None
     ) -> _Drafts:
-        """What the policy lets be verified, of all requests less where there are too few rows."""
+        """What the policy lets be verified, of all requests less where there are too few rows.
+
+        The device drafts by itself if there is a `share`, that of requests for which it finds something.
+        """
         others = *plan.chunks, *plan.starting, *[(request, length) for request, _, length in plan.resuming]
         num_decodes = len(state.running) - sum([victim in state.running for victim in gone])
         num_prompt_tokens = sum([length for _, length in others])
@@ -293,15 +301,15 @@ class Speculation:
             state.running.num_tokens,
             num_prompt_tokens,
             max(0, num_free),
-            looks_up,
-            self._share if looks_up else 1.0,
+            share is not None,
+            1.0 if share is None else share,
         )
-        rates = [self._rate(request) for request, _ in found]
-        counts = self.policy.num_drafts([len(tokens) for _, tokens in found], rates, rows)
+        chances = [self._chance(request) for request, _ in found]
+        counts = self.policy.num_drafts([len(tokens) for _, tokens in found], chances, rows)
         drafts = [(request, tokens[:count]) for (request, tokens), count in zip(found, counts, strict=True)]
         most_chunks = state.config.max_prefill_seqs or state.config.max_num_seqs
         drafts = [one for one in drafts if one[1]]
-        drafts = drafts if looks_up else drafts[: max(0, most_chunks - len(others))]
+        drafts = drafts if rows.looks_up else drafts[: max(0, most_chunks - len(others))]
         while rows.num_free < sum([len(tokens) for _, tokens in drafts]):
             longest = max(len(tokens) for _, tokens in drafts) - 1
             if not longest:
@@ -309,10 +317,9 @@ class Speculation:
             drafts = [(request, tokens[:longest]) for request, tokens in drafts]
         return drafts
 
-    def _rate(self, request: Request) -> float:
-        """How likely the next draft of a request is right."""
-        history = self._histories.get(request.request_id) or History()
-        return history.rate(self._all, history.was_right)
+    def _chance(self, request: Request) -> Chance:
+        """How likely the next drafts of a request are right."""
+        return (self._histories.get(request.request_id) or History()).chance(self._all)
 
     def forget_prefixes(self) -> None:
         """Find nothing again of what requests have left with what drafts."""
@@ -330,7 +337,7 @@ class Speculation:
         for num_drafted, num_kept in verified:
             if not num_drafted:
                 continue
-            self._expected_kept += _expected(history.rate(self._all, history.was_right), num_drafted)
+            self._expected_kept += _expected(history.chance(self._all), num_drafted)
             history.add(num_drafted, num_kept, self._all)
             self.counts.num_verifications += 1
             self.counts.num_drafted += num_drafted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _WINDOW, _TRIAL = 32.0, 4.0
-_KEPT = 0.7
+_KEPT = 0.9
 _FIRST_PATIENCE, _MOST_PATIENCE = 16, 128
 _CLEAR = 1.2
 _CREDIT = 1.03
@@ -14,7 +14,8 @@ class Regime:
 
     Each is measured over windows of `_WINDOW` units of work. Another one is tried for `_TRIAL` of them after
     some windows of the best, and after twice as many each time that it was no better, four times where that
-    was clear. So little is lost, and a change of the load is noticed.
+    was clear. So little is lost, and a change of the load is noticed. The last way is thought to lose little:
+    it is tried for a whole window, for what pays now may not have paid a moment ago.
 
     Args:
         num_ways: of how many. Each is tried once, in order. The last is the best as long as no other one is
@@ -69,7 +70,7 @@ class Regime:
 
     def _suffices(self) -> bool:
         """Whether a window or a trial is at its end, a slow one once the fastest had done twice as much."""
-        if not self.is_trying:
+        if not self.is_trying or self.way == len(self._totals) - 1:
             return self._done >= _WINDOW
         known = [one for one in self._totals if one[0]]
         if not known:

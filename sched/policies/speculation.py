@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxllm.predictors.base import CostModel
+from jaxllm.sched.acceptance import Chance
 from jaxllm.sched.policies.correction import Correction
 from jaxllm.sched.policies.regimes import Regime
 
@@ -57,13 +58,13 @@ class SpeculationPolicy(Protocol):
         ...
 
     def num_drafts(
-        self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
+        self, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
     ) -> Sequence[int]:
         """How many drafts of each request are verified.
 
         Args:
             proposed: of each request how many there are, one or more.
-            acceptance: of each how likely one is right, given that all before it were, by its own history.
+            acceptance: of each how likely they are right, by its own history.
             iteration: what goes on beside them.
         """
         ...
@@ -75,8 +76,8 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
-    def asked(self, seconds: float, *, is_fruitful: bool) -> None:
-        """Note that proposals were asked for, how long that took, and whether any is to be verified."""
+    def asked(self, seconds: float, num_steps: int) -> None:
+        """Note that proposals were asked for, how long that took, and in how many steps any are verified."""
         ...
 
     def observe(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
@@ -110,7 +111,7 @@ class AsProposed:
         return True
 
     def num_drafts(
-        self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
+        self, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
     ) -> Sequence[int]:
         """As many as proposed."""
         return proposed
@@ -119,7 +120,7 @@ class AsProposed:
         """Where some are verified, or are likely to be soon."""
         return are_there or num_right >= _WORTH_LOOKING_UP
 
-    def asked(self, seconds: float, *, is_fruitful: bool) -> None:
+    def asked(self, seconds: float, num_steps: int) -> None:
         """Of no interest."""
 
     def observe(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
@@ -161,7 +162,8 @@ def _by_rows(num_rows: int) -> float:
 
 _ALL, _NONE, _BY_COST = range(3)
 """Ways of drafting, in the order in which they are tried first."""
-_HOPELESS = 2.0  # times as slow as no drafts
+_HOPELESS = 1.0  # iterations without drafts that all of them are predicted to lose
+_RATE = 0.2
 _LEAST_SHARE = 0.1  # of an iteration that is not for drafting, whatever that is said to take
 
 
@@ -169,7 +171,8 @@ class ByCost:
     """As many as give the most tokens a second, by what iterations of so many rows take; none if none does.
 
     A request whose drafts are right with probability p each gets its j-th one with p**j (Leviathan et al.,
-    "Fast Inference from Transformers via Speculative Decoding", 2023, section 3.1). Of all drafts the
+    "Fast Inference from Transformers via Speculative Decoding", 2023, section 3.1); the first one has a
+    probability of its own, for who copies goes on. Of all drafts the
     likeliest are verified, as many as make the expected tokens over the predicted seconds the largest.
 
     Seconds are those of the cost model, times what iterations of about as many rows were off by so far, with
@@ -221,12 +224,16 @@ class ByCost:
         self._predicted: dict[VerifyingWork, float] = {}
         self._num_observed = 0
         self._asking = self._running = 0.0
+        self._cost_of_asking = self._gain_of_asking = 0.0  # seconds each time, by and by
+        self._promised = 0.0  # seconds that the drafts chosen last are predicted to save
         self._regimes: dict[int, Regime] = {}  # by size of the batch, two to an octave
         self._context = 0
 
     def is_worth_asking(self, num_running: int) -> bool:
-        """Where drafts have paid, while it costs next to nothing or something came of it last time."""
-        return self._regime(num_running).way != _NONE and self._asking <= self._share * self._running
+        """Where drafts have paid, while it costs next to nothing or less than it is predicted to gain."""
+        if self._regime(num_running).way == _NONE:
+            return False
+        return self._gain_of_asking > self._cost_of_asking or self._asking <= self._share * self._running
 
     def _regime(self, num_decodes: int) -> Regime:
         size = round(2 * math.log2(max(1, num_decodes)))
@@ -234,9 +241,11 @@ class ByCost:
             self._regimes[size] = Regime(3, begins_with_last=bool(self._regimes))
         return self._regimes[size]
 
-    def asked(self, seconds: float, *, is_fruitful: bool) -> None:
+    def asked(self, seconds: float, num_steps: int) -> None:
         """See `SpeculationPolicy`."""
-        self._asking = 0.0 if is_fruitful else self._asking + seconds
+        self._asking = 0.0 if num_steps else self._asking + seconds
+        self._cost_of_asking += _RATE * (seconds - self._cost_of_asking)
+        self._gain_of_asking += _RATE * (num_steps * self._promised - self._gain_of_asking)
 
     def predicted(self, work: VerifyingWork) -> float | None:
         """See `SpeculationPolicy`."""
@@ -285,26 +294,27 @@ class ByCost:
             self._debt *= 1.0 - 1.0 / self._REMEMBERED
 
     def num_drafts(
-        self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
+        self, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
     ) -> Sequence[int]:
         """See `SpeculationPolicy`."""
         self._context = iteration.num_context_tokens // max(1, iteration.num_decodes)
         is_measured = not iteration.num_prompt_tokens
         regime = self._regime(iteration.num_decodes)
         if is_measured and regime.way == _ALL:
-            if not (regime.is_trying and self._is_hopeless(proposed, acceptance, iteration)):
+            self._promised = self._saved_by_all(proposed, acceptance, iteration)
+            if not regime.is_trying or self._promised > -_HOPELESS * self._plain(iteration):
                 return proposed
             regime.decline()
         ranked = sorted(
             [
-                (rate**j, -j, place)
-                for place, rate in enumerate(acceptance)
+                (chance.of(j), -j, place)
+                for place, chance in enumerate(acceptance)
                 for j in range(1, proposed[place] + 1)
             ],
             reverse=True,
         )
         num_decodes, deepest, share = iteration.num_decodes, max(proposed), iteration.share
-        plain = self.seconds(VerifyingWork(num_decodes))
+        plain, self._promised = self._plain(iteration), 0.0
         added = self._adding(plain, iteration)
         trust = self._trust if is_measured else 1.0
         best = (1.0 + self._margin) * num_decodes / plain
@@ -320,9 +330,11 @@ class ByCost:
                     continue
                 rows = math.ceil(num_verified * share), math.ceil(count * share)
                 work = VerifyingWork(num_decodes, *rows, depth, iteration.looks_up)
-                value = expected / (plain + added(work) * trust)
+                seconds = plain + added(work) * trust
+                value = expected / seconds
                 if value > best:
                     best, num_best, depth_best, ranked_best = value, count, depth, found
+                    self._promised = expected / num_decodes * plain - seconds
         num_best = self._varied(num_best) if is_measured else num_best
         if iteration.looks_up and num_best:
             return [min(count, depth_best) for count in proposed]
@@ -331,18 +343,24 @@ class ByCost:
             counts[place] += 1
         return counts
 
-    def _is_hopeless(
-        self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
-    ) -> bool:
-        """Whether all drafts are predicted to bring far fewer tokens a second than none."""
+    def _saved_by_all(
+        self, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
+    ) -> float:
+        """Seconds that all drafts are predicted to save."""
         num_decodes, share = iteration.num_decodes, iteration.share
         rights = [
-            rate**j for rate, count in zip(acceptance, proposed, strict=True) for j in range(1, count + 1)
+            chance.of(j)
+            for chance, count in zip(acceptance, proposed, strict=True)
+            for j in range(1, count + 1)
         ]
         rows = math.ceil(len(proposed) * share), math.ceil(len(rights) * share)
         drafting = self.seconds(VerifyingWork(num_decodes, *rows, max(proposed), iteration.looks_up))
-        gain = (1.0 + sum(rights) * share / num_decodes) * self.seconds(VerifyingWork(num_decodes))
-        return _HOPELESS * gain < drafting
+        num_tokens = 1.0 + sum(rights) * share / num_decodes
+        return num_tokens * self._plain(iteration) - drafting
+
+    def _plain(self, iteration: IterationRows) -> float:
+        """Seconds of an iteration without drafts."""
+        return self.seconds(VerifyingWork(iteration.num_decodes))
 
     def is_worth_looking_up(self, num_right: float, *, are_there: bool) -> bool:
         """Where that is likely to make up for what the host does meanwhile otherwise."""

@@ -26,6 +26,7 @@ from jaxllm.executor.drafted import DraftBatch, Drafted, DraftPlaces
 from jaxllm.executor.drafter import CompiledAhead, DraftTimes
 from jaxllm.executor.programs import PackedStep
 from jaxllm.sched import speculation
+from jaxllm.sched.acceptance import Chance
 from jaxllm.sched.cache.lookups import learn_names
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.policies.speculation import _BY_COST, AsProposed, ByCost, IterationRows
@@ -485,15 +486,17 @@ def test_drafts_that_take_too_long_are_not_drafted():
     rows = IterationRows(1, 100, 0, 64)
     for seconds, pays in ((0.05, True), (0.5, False)):
         policy = predicting(drafting=lambda _, count, each=seconds: each * count)
-        assert (policy.num_drafts([4], [0.5], rows)[0] > 0) == pays
-    free = predicting().num_drafts([8], [0.7], rows)[0]
+        assert (policy.num_drafts([4], [Chance(0.5, 0.5)], rows)[0] > 0) == pays
+    free = predicting().num_drafts([8], [Chance(0.7, 0.7)], rows)[0]
     slow = predicting(drafting=lambda _, count: 0.1 * count)
-    assert slow.num_drafts([8], [0.7], rows)[0] < free
+    assert slow.num_drafts([8], [Chance(0.7, 0.7)], rows)[0] < free
     # Of iterations that follow one another each drafts as many, of everybody: all that pay.
-    (together,) = slow.num_drafts([8], [0.7], IterationRows(1, 100, 0, 64, looks_up=True))
+    (together,) = slow.num_drafts([8], [Chance(0.7, 0.7)], IterationRows(1, 100, 0, 64, looks_up=True))
     assert 0 < together < free
     slow._regime(3).way = _BY_COST
-    counts = slow.num_drafts([8, 1, 8], [0.5, 0.5, 0.95], IterationRows(3, 300, 0, 64, looks_up=True))
+    counts = slow.num_drafts(
+        [8, 1, 8], [Chance(one, one) for one in (0.5, 0.5, 0.95)], IterationRows(3, 300, 0, 64, looks_up=True)
+    )
     assert counts[0] == counts[2] > 1
     assert counts[1] == 1
 

@@ -375,10 +375,10 @@ def test_what_ends_a_request_is_counted(llm, alone):
 def test_a_preempted_request_keeps_its_history():
     speculation = speculating(PromptLookup(1, 2))
     request = make_request(4, 20)
-    before = speculation._rate(request)
+    before = speculation._chance(request).first
     for _ in range(5):
         speculation.verified(request, [(4, 4)])
-    assert speculation._rate(request) > 0.8 > before
+    assert speculation._chance(request).first > 0.8 > before
     speculation.ended(request, is_whole=True)
     assert request.request_id not in speculation._histories
 

@@ -15,6 +15,7 @@ from jaxllm.engine.scheduling import UnknownCosts
 from jaxllm.executor import apart
 from jaxllm.executor.decode_steps import Lookup, look_up
 from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.sched.acceptance import Chance
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.policies.speculation import (
@@ -298,8 +299,8 @@ def test_the_device_looks_up_as_much_as_it_can_or_nothing(rate):
     policy = ByCost(Linear())
     policy._regime(1).way = _BY_COST
     on_host, on_device = (IterationRows(1, 9, 0, 64, looks_up) for looks_up in (False, True))
-    assert 0 < policy.num_drafts([MOST], [0.6], on_host)[0] < MOST
-    assert policy.num_drafts([MOST], [rate], on_device) == [MOST if rate > 0.5 else 0]
+    assert 0 < policy.num_drafts([MOST], [Chance(0.6, 0.6)], on_host)[0] < MOST
+    assert policy.num_drafts([MOST], [Chance(rate, rate)], on_device) == [MOST if rate > 0.5 else 0]
 
 
 class Linear(UnknownCosts):

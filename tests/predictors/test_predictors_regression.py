@@ -259,17 +259,33 @@ def test_a_distilled_fit_errs_little_more_than_the_fit(quick_fits):
         assert np.mean(errors) < quick_fits[kind].report.test.mape + 0.02
 
 
-def test_work_beyond_the_samples_costs_in_proportion(quick_fits):
+def test_work_beyond_the_samples_grows_on_as_it_did(quick_fits):
     model = RegressionCostModel({k: f.regressor for k, f in quick_fits.items()}, MODELS[0], BLOCK_SIZE)
-    largest = max(s.features[1] for s in synthetic("swap_in", 400))
-    edge = model.swap_in_seconds(int(largest))
-    assert model.swap_in_seconds(int(10 * largest)) == pytest.approx(10 * edge)
+    largest = int(max(s.features[1] for s in synthetic("swap_in", 400)))
+    edge, half = model.swap_in_seconds(largest), model.swap_in_seconds(largest // 2)
+    grown = edge + 9 * largest * (edge - half) / (largest - largest // 2)
+    assert model.swap_in_seconds(10 * largest) == pytest.approx(min(grown, 10 * edge), rel=1e-3)
     assert 0 < model.step_seconds(10_000, 10**8) < math.inf
     measured = np.array([sample.features for sample in synthetic("mixed", 400)])
     most = [int(largest) for largest in measured.max(axis=0)[2:]]
     edge = model.step_seconds(*most)
-    assert model.step_seconds(10 * most[0], *most[1:]) == pytest.approx(10 * edge)
-    assert model.step_seconds(*most[:2], 3 * most[2], *most[3:]) == pytest.approx(3 * edge)
+    for place in range(len(most)):
+        more = [count * (3 if place == number else 1) for number, count in enumerate(most)]
+        assert edge <= model.step_seconds(*more) <= 3 * edge * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["linear", "decision tree"])
+def test_what_hardly_matters_hardly_matters_beyond_the_samples(name):
+    """A step of fixed seconds and a few for each token: twice the tokens are not twice the seconds."""
+    steps = [
+        Sample.step(MODELS[0], 1 + 0.1 * tokens / 1000 + 0.01 * seqs, 0, 0, tokens, seqs)
+        for tokens in range(50, 1001, 50)
+        for seqs in (1, 2, 4)
+    ]
+    found = fit(steps, names=(name,), degrees=(1,)).regressor
+    for tokens, seqs in ((4000, 4), (1000, 16), (4000, 16)):
+        (seconds,) = found.predict(np.array([[40, 5120, tokens, seqs, 0]]))
+        assert seconds == pytest.approx(1 + 0.1 * tokens / 1000 + 0.01 * seqs, rel=0.06)
 
 
 def test_other_models_and_unmeasured_work_are_refused(quick_fits, all_candidates):
