@@ -42,6 +42,12 @@ class Chance(NamedTuple):
         """How likely so many drafts are all right."""
         return self.first * self.later ** (number - 1)
 
+    def expected(self, num_drafts: int) -> float:
+        """How many of so many drafts are likely to be right."""
+        if self.later >= 1.0:
+            return self.first * num_drafts
+        return self.first * (1.0 - self.later**num_drafts) / (1.0 - self.later)
+
 
 @dataclasses.dataclass(slots=True)
 class Acceptances:

@@ -29,11 +29,6 @@ Verified = list[tuple[int, int]]
 _Drafts = list[tuple[Request, Sequence[int]]]
 
 
-def _expected(chance: Chance, num_drafts: int) -> float:
-    """How many of so many drafts are likely to be right."""
-    return sum([chance.of(j) for j in range(1, num_drafts + 1)])
-
-
 def most_drafts(max_num_seqs: int, max_num_batched_tokens: int, num_tokens: int) -> int:
     """Drafts for which an iteration has rows beside all decodes, at most `num_tokens` of each request.
 
@@ -222,7 +217,7 @@ class Speculation:
                 found = [(request, range(count)) for request, count in limits]
             drafts = self._cut(found, plan, state, gone, share=share if looks_up else None) if found else []
         if looks_up and drafts:
-            rights = [_expected(self._chance(request), len(tokens)) for request, tokens in drafts]
+            rights = [self._chance(request).expected(len(tokens)) for request, tokens in drafts]
             self._num_right = share * sum(rights) / len(drafts)
             # What is computed was weighed with all it takes; if it is not done nothing is learned of it.
             if not (
@@ -337,7 +332,7 @@ class Speculation:
         for num_drafted, num_kept in verified:
             if not num_drafted:
                 continue
-            self._expected_kept += _expected(history.chance(self._all), num_drafted)
+            self._expected_kept += history.chance(self._all).expected(num_drafted)
             history.add(num_drafted, num_kept, self._all)
             self.counts.num_verifications += 1
             self.counts.num_drafted += num_drafted

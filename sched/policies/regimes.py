@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 _WINDOW, _TRIAL = 32.0, 4.0
 _KEPT = 0.9
 _FIRST_PATIENCE, _MOST_PATIENCE = 16, 128
@@ -37,10 +39,10 @@ class Regime:
         self._done = self._seconds = 0.0
         self._skips = True
 
-    def observe(self, work: float, seconds: float, *, may_try: bool = True) -> None:
+    def observe(self, work: float, seconds: float, *, barred: Collection[int] = ()) -> None:
         """Take so much work, done in the present way; the first after a change may have been begun before.
 
-        Unless it `may_try`, no way is tried again now.
+        Ways that are `barred` are not tried again now.
         """
         if self._skips or seconds <= 0.0:
             self._skips = False
@@ -49,28 +51,28 @@ class Regime:
         self._seconds += seconds
         if not self._suffices():
             return
-        speed, (done, seconds) = self._done / self._seconds, self._totals[self.way]
-        self._totals[self.way] = _KEPT * done + self._done, _KEPT * seconds + self._seconds
+        speed, is_first = self._done / self._seconds, not self._totals[self.way][0]
+        self._totals = [(_KEPT * done, _KEPT * seconds) for done, seconds in self._totals]
+        done, seconds = self._totals[self.way]
+        self._totals[self.way] = done + self._done, seconds + self._seconds
         self._done = self._seconds = 0.0
-        way = self._next(speed, is_first=not done, may_try=may_try)
+        way = self._next(speed, is_first=is_first, barred=barred)
         self._skips, self.way = way != self.way, way
 
-    @property
-    def is_trying(self) -> bool:
-        """Whether the present way is not the best."""
-        return self.way != self._best
-
     def decline(self) -> None:
-        """Go on with the best, as if the way that is being tried had clearly been no better."""
+        """Leave the present way, predicted to be far slower, for the best, or if it is that for the last."""
         self._patience[self.way] = min(4 * self._patience[self.way], _MOST_PATIENCE)
         self._num_left[self.way] = self._patience[self.way]
+        if self.way == self._best:
+            self._best = len(self._totals) - 1
+            self._totals[self.way] = 0.0, 0.0
         self.way, self._tries_in_order = self._best, False
         self._done = self._seconds = 0.0
         self._skips = True
 
     def _suffices(self) -> bool:
         """Whether a window or a trial is at its end, a slow one once the fastest had done twice as much."""
-        if not self.is_trying or self.way == len(self._totals) - 1:
+        if self.way in (self._best, len(self._totals) - 1):
             return self._done >= _WINDOW
         known = [one for one in self._totals if one[0]]
         if not known:
@@ -78,7 +80,7 @@ class Regime:
         done, seconds = max(known, key=lambda one: one[0] / one[1])
         return self._done >= _TRIAL or 2 * _TRIAL * seconds <= self._seconds * done
 
-    def _next(self, newest: float, *, is_first: bool, may_try: bool) -> int:
+    def _next(self, newest: float, *, is_first: bool, barred: Collection[int]) -> int:
         """What to do in the next window, after one of this speed, the first of its way or not."""
         if self._tries_in_order:
             for way, (done, _) in enumerate(self._totals):
@@ -98,7 +100,9 @@ class Regime:
         else:
             self._num_left = [left - 1 for left in self._num_left]
             others = [
-                way for way in range(len(speeds)) if way != best and self._num_left[way] <= 0 and may_try
+                way
+                for way, left in enumerate(self._num_left)
+                if left <= 0 and way != best and way not in barred
             ]
             return min(others, key=self._num_left.__getitem__, default=best)
         return best

@@ -187,7 +187,8 @@ class ByCost:
     second are measured without drafts, with all of them, and with as many as seem best (`Regime`).
 
     What drafting has lost, also where a draft model had to compute prompts, is a debt, which gains pay back,
-    and `_FOR_TRIALS` of the time without drafts. In debt no other way is tried, and no more requests begin.
+    and `_FOR_TRIALS` of the time without drafts. In debt no way that drafts more is tried, and no more
+    requests begin.
 
     Args:
         costs: predicts seconds of iterations.
@@ -256,7 +257,8 @@ class ByCost:
         self._pay(work, num_steps, num_tokens, seconds)
         regime, is_free = self._regime(work.num_decodes), self._debt <= 0.0
         if is_free or work.num_drafts or regime.way != _ALL:  # else it is not its way that took as long
-            regime.observe(num_tokens / work.num_decodes, seconds, may_try=is_free)
+            losing = (_ALL, _BY_COST) if regime.way == _NONE else (_ALL,)
+            regime.observe(num_tokens / work.num_decodes, seconds, barred=() if is_free else losing)
         self._running += seconds
         seconds /= num_steps
         if self._running > 100 * seconds:
@@ -302,7 +304,7 @@ class ByCost:
         regime = self._regime(iteration.num_decodes)
         if is_measured and regime.way == _ALL:
             self._promised = self._saved_by_all(proposed, acceptance, iteration)
-            if not regime.is_trying or self._promised > -_HOPELESS * self._plain(iteration):
+            if self._promised > -_HOPELESS * self._plain(iteration):
                 return proposed
             regime.decline()
         ranked = sorted(
@@ -348,14 +350,10 @@ class ByCost:
     ) -> float:
         """Seconds that all drafts are predicted to save."""
         num_decodes, share = iteration.num_decodes, iteration.share
-        rights = [
-            chance.of(j)
-            for chance, count in zip(acceptance, proposed, strict=True)
-            for j in range(1, count + 1)
-        ]
-        rows = math.ceil(len(proposed) * share), math.ceil(len(rights) * share)
+        num_right = sum(map(Chance.expected, acceptance, proposed))
+        rows = math.ceil(len(proposed) * share), math.ceil(sum(proposed) * share)
         drafting = self.seconds(VerifyingWork(num_decodes, *rows, max(proposed), iteration.looks_up))
-        num_tokens = 1.0 + sum(rights) * share / num_decodes
+        num_tokens = 1.0 + num_right * share / num_decodes
         return num_tokens * self._plain(iteration) - drafting
 
     def _plain(self, iteration: IterationRows) -> float:

@@ -91,6 +91,22 @@ def test_the_fastest_way_is_taken_nearly_always(seconds):
     assert np.mean(np.array(ways[-2000:]) == np.argmin(seconds[::-1])) > 0.95
 
 
+def test_a_way_that_has_become_the_slowest_is_left_though_all_are_faster():
+    """What is known of the others is of another load."""
+    regime = Regime(3)
+    for _ in range(400):
+        regime.observe(8, (1.0, 2.0, 2.0)[regime.way])
+    assert regime.way == 0
+    ways = []
+    for number in range(1600):
+        if number == 4:  # so it is predicted
+            regime.decline()
+            assert regime.way == 2
+        ways.append(regime.way)
+        regime.observe(8, (0.8, 0.4, 0.4)[regime.way])
+    assert np.mean(np.array(ways[4:]) == 0) < 0.02
+
+
 def test_a_slow_way_is_not_tried_for_long():
     """As long as the best takes for a trial and another, not until it has done as much."""
     regime, wasted = Regime(3), []
@@ -106,8 +122,8 @@ def test_where_much_is_known_other_ways_are_tried_later():
     regime, ways = Regime(3, begins_with_last=True), []
     for _ in range(40):
         ways.append(regime.way)
-        regime.observe(8, 1.0, may_try=False)
-    assert set(ways) == {2}
+        regime.observe(8, 1.0, barred=(0,))
+    assert set(ways) == {1, 2}
     for _ in range(40):
         ways.append(regime.way)
         regime.observe(8, 1.0)
@@ -117,7 +133,7 @@ def test_where_much_is_known_other_ways_are_tried_later():
 def test_a_way_that_is_declined_is_one_that_was_clearly_no_better():
     regime, num_tried = Regime(2), 0
     for _ in range(2000):
-        if regime.is_trying:
+        if regime.way == 0:
             num_tried += 1
             regime.decline()
         assert regime.way == 1
@@ -131,8 +147,28 @@ def test_all_drafts_are_not_tried_where_they_are_said_to_lose_much():
         policy = ByCost(UnknownCosts())
         counts = policy.num_drafts([8] * 8, [Chance(rate, rate)] * 8, IterationRows(8, 800, 0, 200))
         assert (counts == [8] * 8) == is_tried
-        assert policy._regime(8).is_trying == is_tried
+        assert (policy._regime(8).way == 0) == is_tried
         assert policy._regime(32).way != 0, "of other sizes predictions are good enough to begin with"
+
+
+def test_where_drafts_stop_paying_all_of_them_are_left_at_once():
+    """Though that was the fastest by far, and whatever is owed."""
+    policy, iteration = ByCost(Cheap()), IterationRows(8, 800, 0, 200)
+
+    def run(chance, count):
+        taken = []
+        for _ in range(count):
+            (num_drafts, *_) = policy.num_drafts([8] * 8, [chance] * 8, iteration)
+            if policy._regime(8).way == 1:
+                num_drafts = 0
+            taken.append(num_drafts)
+            work = VerifyingWork(8, 8 * (num_drafts > 0), 8 * num_drafts, num_drafts)
+            num_tokens = 8 * (1 + chance.expected(num_drafts))
+            policy.observe(work, 1, num_tokens, 0.01 * (1 + 0.4 * num_drafts))
+        return taken
+
+    assert np.mean(run(Chance(0.99, 0.99), 400)) > 4
+    assert np.mean(run(Chance(0.1, 0.1), 400)) < 0.5
 
 
 def test_in_debt_nobody_begins_and_nothing_is_tried():
@@ -150,7 +186,7 @@ def test_in_debt_nobody_begins_and_nothing_is_tried():
     for _ in range(1500):  # of 10 ms: 0.3 s are paid
         plain(1)
         ways.append(policy._regime(8).way)
-    assert len(set(ways[500:])) == 1, "another one costs, and nothing is known of it"
+    assert 0 not in ways[500:], "all drafts cost, and nothing is known of them"
     assert not policy.may_begin()
     plain(1200)
     assert policy.may_begin()
@@ -356,6 +392,15 @@ def test_who_copies_is_expected_to_go_on():
     other = make_request(4, 20)  # as all are
     speculation.verified(other, [(1, 1)])
     assert speculation._chance(other).first > 0.7
+
+
+@pytest.mark.parametrize("chance", [Chance(0.5, 0.9), Chance(0.0, 1.0), Chance(1.0, 1.0), Chance(0.3, 0.0)])
+def test_the_first_draft_has_a_chance_of_its_own(chance):
+    found = [chance.of(number) for number in range(1, 9)]
+    assert found[0] == chance.first
+    assert found[3] == pytest.approx(chance.first * chance.later**3)
+    for count in range(9):
+        assert chance.expected(count) == pytest.approx(sum(found[:count]))
 
 
 def test_acceptance_follows_what_happens():
