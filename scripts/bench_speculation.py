@@ -37,8 +37,7 @@ from jaxllm.system.options import sizes
 from jaxllm.system.output_files import OutputParser, new_file
 
 _MODULES = queues, reading, running, iterations, order, priority
-_PROMPTS, _MOST_GROUPS = 64, 16
-"""Prompts of a turn, where they are not more groups of streams than this: few alone would say little."""
+_PROMPTS = 64
 _OPENINGS = (
     "def read_lines(path):\n",
     "import json\n\n\ndef load(",
@@ -88,9 +87,11 @@ def configs_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
-def one_run(llm: LLM, kind: str, streams: int, num_tokens: int) -> tuple[float, float, list[list[int]]]:
+def one_run(
+    llm: LLM, kind: str, streams: int, num_tokens: int, groups: int
+) -> tuple[float, float, list[list[int]]]:
     """Tokens a second, tokens of each verification, and the tokens, of so many streams at a time."""
-    prompts = prompts_of(kind, streams * max(1, min(_MOST_GROUPS, _PROMPTS // streams)))
+    prompts = prompts_of(kind, streams * max(1, min(groups, _PROMPTS // streams)))
     speculation = llm.engine.scheduler.speculation
     before = (0, 0)
     if speculation is not None:
@@ -108,7 +109,9 @@ def one_run(llm: LLM, kind: str, streams: int, num_tokens: int) -> tuple[float, 
     return sum(map(len, tokens)) / seconds, yielded, tokens
 
 
-def measure(llms: dict[str, LLM], kind: str, streams: int, num_tokens: int, repeats: int) -> dict[str, Any]:
+def measure(
+    llms: dict[str, LLM], kind: str, streams: int, num_tokens: int, groups: int, repeats: int
+) -> dict[str, Any]:
     """A case, all engines in turns, in any order, after one run each that does not count."""
     speeds: dict[str, list[float]] = {name: [] for name in llms}
     yielded, same = dict.fromkeys(llms, 0.0), dict.fromkeys(llms, True)
@@ -116,7 +119,7 @@ def measure(llms: dict[str, LLM], kind: str, streams: int, num_tokens: int, repe
     for turn in range(repeats + 1):
         outputs: dict[str, list[list[int]]] = {}
         for name in shuffle.sample(list(llms), len(llms)):
-            speed, per_step, tokens = one_run(llms[name], kind, streams, num_tokens)
+            speed, per_step, tokens = one_run(llms[name], kind, streams, num_tokens, groups)
             outputs[name] = tokens
             if turn:
                 speeds[name].append(speed)
@@ -242,9 +245,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=sizes, default=[1, 8, 64])
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["edit", "chat"])
     parser.add_argument("--tokens", type=int, default=96, help="of each output")
+    parser.add_argument(
+        "--groups",
+        type=int,
+        default=16,
+        help=f"of streams a turn, one after another, of {_PROMPTS} prompts at most",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--simulate", type=Path, metavar="FILE.png", help="draw a simulated H100 instead")
     args = parser.parse_args(argv)
+    if min(args.groups, args.repeats, args.tokens) < 1:
+        parser.error("--groups, --repeats and --tokens must be at least 1")
     command = ["python", "scripts/bench_speculation.py", *(sys.argv[1:] if argv is None else argv)]
     if args.simulate is not None:
         with parser.errors():
@@ -260,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for kind in args.kinds:
         for streams in args.streams:
-            row = measure(llms, kind, streams, args.tokens, args.repeats)
+            row = measure(llms, kind, streams, args.tokens, args.groups, args.repeats)
             print(line_of(row), flush=True)
             rows.append(row)
     values = about(command)

@@ -36,9 +36,9 @@ FLAT = {1: 1.0, 64: 1.05, 256: 1.3, 512: 2.0, 640: 2.4}
 MOST_ROWS = 512
 
 
-def tokens_a_second(policy, batch, rate, table, num_steps=1600):
+def tokens_a_second(policy, batch, rate, table, num_steps=1600, seed=5):
     """Of requests whose drafts are right with a probability each, in steps that take what a table says."""
-    random, tokens, seconds, places = np.random.default_rng(5), 0, 0.0, np.arange(MOST)
+    random, tokens, seconds, places = np.random.default_rng(seed), 0, 0.0, np.arange(MOST)
     for step in range(num_steps):
         counts = np.zeros(batch, int)
         if policy.is_worth_asking(batch):
@@ -70,6 +70,18 @@ def test_by_cost_is_as_good_as_the_best_fixed_number(batch, rate, table):
     """Though nothing tells it what steps take but the steps themselves."""
     best = max(tokens_a_second(Fixed(count), batch, rate, table) for count in (0, 3, 5, 8))
     assert tokens_a_second(ByCost(UnknownCosts()), batch, rate, table) > 0.97 * best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_by_cost_follows_loads_that_change(seed):
+    """Of all that came before nothing holds it in a way that pays no more, be it in debt or not."""
+    random, policy = np.random.default_rng(seed), ByCost(UnknownCosts())
+    for _ in range(8):
+        batch, rate = int(random.choice([1, 8, 64])), float(random.choice([0.05, 0.3, 0.6, 0.95]))
+        table = (MEASURED, FLAT)[random.integers(2)]
+        policy.begun(float(random.choice([0.0, 30.0])))
+        best = max(tokens_a_second(Fixed(count), batch, rate, table) for count in (0, 3, 5, 8))
+        assert tokens_a_second(policy, batch, rate, table, seed=seed) > 0.9 * best, (batch, rate, table)
 
 
 @pytest.mark.parametrize("seconds", list(itertools.permutations([1.0, 1.05, 2.0])))
