@@ -70,7 +70,10 @@ class FeatureSpace:
         return np.asarray(self._scaler.transform(self._polynomial.transform(unit)))
 
     def clamp(self, features: Array) -> tuple[Array, Array]:
-        """`features` moved into what was measured, and how many times too large each row was."""
+        """`features` moved into what was measured, and how many times too large each was, at least once.
+
+        Both `[n, f]`; 1 for features of which only one value was measured, but for rows.
+        """
         for column, name in enumerate(FEATURE_NAMES[self._kind]):
             low, high, asked = self._low[column], self._high[column], features[:, column]
             if name in _MODEL_FEATURES:
@@ -87,5 +90,11 @@ class FeatureSpace:
                 )
         low, high, varies = (of[: features.shape[1]] for of in (self._low, self._high, self._varies))
         varies = varies | np.array([name in _ROWS for name in FEATURE_NAMES[self._kind]])
-        ratios = features[:, varies] / high[varies]
-        return np.clip(features, low, high), ratios.max(axis=1, initial=1.0)
+        ratios = np.where(varies, features / np.where(varies, high, 1.0), 1.0)
+        return np.clip(features, low, high), np.maximum(ratios, 1.0)
+
+    def halved(self, features: Array, column: int) -> Array:
+        """`features` with half as much in a column, or with the least that was measured."""
+        half = features.copy()
+        half[:, column] = np.maximum(self._low[column], features[:, column] / 2)
+        return half

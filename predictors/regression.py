@@ -115,8 +115,9 @@ class Sample:
 class FittedRegressor:
     """One fitted candidate: features to seconds.
 
-    Work beyond the samples is predicted at their edge and scaled in proportion, work below them at their
-    edge: a polynomial would go anywhere. Another model than the samples' range of models is refused.
+    Work below the samples is predicted at their edge. Beyond them seconds grow on as they do from half the
+    edge to the edge, by each feature, at least not at all and at most in proportion: a polynomial would go
+    anywhere. Another model than the samples' range of models is refused.
     """
 
     def __init__(self, space: FeatureSpace, features: Array, seconds: Array, estimator: Any) -> None:
@@ -140,10 +141,27 @@ class FittedRegressor:
             ConfigError: a feature of the model is outside what was measured, or one of the work differs
                 from the only value that was measured.
         """
-        inside, scale = self._space.clamp(np.asarray(features, dtype=np.float64))
-        output = np.asarray(self._estimator.predict(self._space.transform(inside)), dtype=np.float64)
+        inside, ratios = self._space.clamp(np.asarray(features, dtype=np.float64))
+        at_edge = self._inside(inside)
+        seconds = at_edge.copy()
+        for column in range(ratios.shape[1]):
+            beyond = np.flatnonzero(ratios[:, column] > 1.0)
+            if not len(beyond):
+                continue
+            edge, known = inside[beyond, column], at_edge[beyond]
+            half = self._space.halved(inside[beyond], column)
+            share = np.ones(len(beyond))  # of the seconds that grow with the feature
+            varies = half[:, column] < edge
+            grown = (known - self._inside(half))[varies] / known[varies]
+            share[varies] = np.clip(grown / (1.0 - half[varies, column] / edge[varies]), 0.0, 1.0)
+            seconds[beyond] += known * share * (ratios[beyond, column] - 1.0)
+        return seconds
+
+    def _inside(self, features: Array) -> Array:
+        """Seconds of work like that of the samples."""
+        output = np.asarray(self._estimator.predict(self._space.transform(features)), dtype=np.float64)
         seconds = np.exp(output) if self._space.is_logarithmic else output * self._unit
-        return scale * np.clip(seconds, self._low, self._high)
+        return np.clip(seconds, self._low, self._high)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,16 +72,16 @@ def test_by_cost_is_as_good_as_the_best_fixed_number(batch, rate, table):
     assert tokens_a_second(ByCost(UnknownCosts()), batch, rate, table) > 0.97 * best
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_by_cost_follows_loads_that_change(seed):
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("table", [MEASURED, FLAT], ids=["processor", "flat"])
+def test_by_cost_follows_loads_that_change(seed, table):
     """Of all that came before nothing holds it in a way that pays no more, be it in debt or not."""
     random, policy = np.random.default_rng(seed), ByCost(UnknownCosts())
-    for _ in range(8):
+    for _ in range(6):
         batch, rate = int(random.choice([1, 8, 64])), float(random.choice([0.05, 0.3, 0.6, 0.95]))
-        table = (MEASURED, FLAT)[random.integers(2)]
         policy.begun(float(random.choice([0.0, 30.0])))
         best = max(tokens_a_second(Fixed(count), batch, rate, table) for count in (0, 3, 5, 8))
-        assert tokens_a_second(policy, batch, rate, table, seed=seed) > 0.9 * best, (batch, rate, table)
+        assert tokens_a_second(policy, batch, rate, table, seed=seed) > 0.93 * best, (batch, rate)
 
 
 @pytest.mark.parametrize("seconds", list(itertools.permutations([1.0, 1.05, 2.0])))
