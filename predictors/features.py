@@ -90,6 +90,7 @@ class FeatureSpace:
                 )
         low, high, varies = (of[: features.shape[1]] for of in (self._low, self._high, self._varies))
         varies = varies | np.array([name in _ROWS for name in FEATURE_NAMES[self._kind]])
+        varies &= high > 0
         ratios = np.where(varies, features / np.where(varies, high, 1.0), 1.0)
         return np.clip(features, low, high), np.maximum(ratios, 1.0)
 

@@ -74,7 +74,7 @@ class History(Acceptances):
     """Those of a request, and whether its newest drafts were all right.
 
     What was proposed and not verified counts, too, once the tokens are known: `proposed` from place `start`.
-    It had `num_tokens`, and `num_preemptions`, when some were verified last.
+    It had `num_tokens`, and `num_preemptions`, when some were proposed or verified last.
     """
 
     was_right: bool = False

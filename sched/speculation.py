@@ -269,12 +269,15 @@ class Speculation:
         found = []
         proposed = self.proposer.propose(asked) if asked else ()
         for is_new, (request, _), tokens in zip(are_new, asked, proposed, strict=True):
+            history = self._histories[request.request_id]
             self._has_read |= is_new and bool(tokens)
+            if tokens:
+                history.num_tokens = request.num_known_tokens
+                history.num_preemptions = request.metrics.num_preemptions
             mask = request.token_mask
             if tokens and mask is not None and mask.grammar is not None:
                 tokens = mask.grammar.allowed(tokens)
                 self.counts.num_excluded += not tokens
-            history = self._histories[request.request_id]
             history.start, history.proposed = request.num_known_tokens, tokens
             if tokens:
                 found.append((request, tokens))

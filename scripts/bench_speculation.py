@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--method", default="ngram")
     parser.add_argument("--fixed", type=sizes, default=[3, 5, 8], help="fixed numbers of drafts")
     parser.add_argument(
-        "--draft-model", help="folder, of draft_model (by default the embedded model) or of heads"
+        "--draft-model", help="folder, of draft_model (by default the embedded model), medusa or eagle3"
     )
     parser.add_argument("--apart", action="store_true", help="fixed numbers also with the host between steps")
     parser.add_argument("--most", type=int, default=8, help="most drafts by cost; 0 for none")
@@ -254,8 +254,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--simulate", type=Path, metavar="FILE.png", help="draw a simulated H100 instead")
     args = parser.parse_args(argv)
-    if min(args.groups, args.repeats, args.tokens) < 1:
-        parser.error("--groups, --repeats and --tokens must be at least 1")
+    if min(args.groups, args.repeats, args.tokens, *args.streams) < 1:
+        parser.error("--groups, --repeats, --tokens and --streams must be at least 1")
+    if unknown := {*args.kinds} - {"edit", "chat"}:
+        parser.error(f"--kinds: there is no {', '.join(sorted(unknown))}; there are edit and chat")
+    if args.draft_model and args.method not in ("draft_model", "medusa", "eagle3"):
+        parser.error(f"--draft-model means nothing to --method {args.method}")
     command = ["python", "scripts/bench_speculation.py", *(sys.argv[1:] if argv is None else argv)]
     if args.simulate is not None:
         with parser.errors():

@@ -15,6 +15,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import math
 import multiprocessing
 import statistics
 import sys
@@ -22,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from compare_on_silicon import Cell, trace_of
+from compare_on_silicon import LOADS, Cell, trace_of
 from sweep.options import list_of
 
 from jaxllm.predictors.base import CostKind, CostModel
@@ -46,6 +47,7 @@ PRESETS = ("paper_strategy", "adaptive")
 _STEP, _BATCH, _CONTEXT, _PROMPTS = 8192, 256, 4096, 8
 """The most tokens of prompts, decodes, cached tokens of a sequence and prompts of a step that is drawn."""
 _LONGEST = 32768
+_MOST_DEGREE = 5  # of which mixed steps have fewer features than are fitted to
 
 
 def drawn_steps(costs: SiliconCostModel, count: int, seed: int) -> list[Sample]:
@@ -211,8 +213,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if unknown := [name for name in args.regressors if name not in REGRESSORS]:
         parser.error(f"--regressors: there is no {', '.join(unknown)}; there are {', '.join(REGRESSORS)}")
-    if min(args.requests, args.seeds, args.jobs, args.samples // 60) < 1:
-        parser.error("--requests, --seeds and --jobs must be at least 1, --samples 60")
+    if min(args.requests, args.seeds, args.jobs, args.samples // 100, args.blocks or 1) < 1:
+        parser.error("--requests, --seeds, --jobs and --blocks must be at least 1, --samples 100")
+    if args.blocks == 0 or not all(0 < link < math.inf for link in args.links):
+        parser.error("--blocks must be at least 1, and --links above 0 and finite")
+    if not 1 <= min(args.degrees) <= _MOST_DEGREE or max(args.degrees) > 10:
+        parser.error(f"--degrees are from 1 to 10, and one of them at most {_MOST_DEGREE}")
+    if args.load not in LOADS:
+        parser.error(f"--load {args.load}: there are {', '.join(LOADS)}")
+    with parser.errors():
+        pool_blocks(SiliconCostModel(model_shape(args.model, "float16"), args.device))
     return args
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 _WINDOW, _TRIAL = 32.0, 4.0
-_KEPT = 0.9
+_KEPT, _LEAST = 0.9, 1e-3
 _FIRST_PATIENCE, _MOST_PATIENCE = 16, 128
 _CLEAR = 1.2
 _CREDIT = 1.03
@@ -52,7 +52,10 @@ class Regime:
         if not self._suffices():
             return
         speed, is_first = self._done / self._seconds, not self._totals[self.way][0]
-        self._totals = [(_KEPT * done, _KEPT * seconds) for done, seconds in self._totals]
+        self._totals = [
+            (_KEPT * done, _KEPT * seconds) if done > _LEAST else (done, seconds)
+            for done, seconds in self._totals
+        ]
         done, seconds = self._totals[self.way]
         self._totals[self.way] = done + self._done, seconds + self._seconds
         self._done = self._seconds = 0.0
@@ -61,14 +64,18 @@ class Regime:
 
     def decline(self) -> None:
         """Leave the present way, predicted to be far slower, for the best, or if it is that for the last."""
-        self._patience[self.way] = min(4 * self._patience[self.way], _MOST_PATIENCE)
-        self._num_left[self.way] = self._patience[self.way]
+        self._num_left[self.way] = _FIRST_PATIENCE
         if self.way == self._best:
             self._best = len(self._totals) - 1
             self._totals[self.way] = 0.0, 0.0
         self.way, self._tries_in_order = self._best, False
         self._done = self._seconds = 0.0
         self._skips = True
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether the present way is not the best."""
+        return self.way != self._best
 
     def _suffices(self) -> bool:
         """Whether a window or a trial is at its end, a slow one once the fastest had done twice as much."""

@@ -163,7 +163,7 @@ def _by_rows(num_rows: int) -> float:
 _ALL, _NONE, _BY_COST = range(3)
 """Ways of drafting, in the order in which they are tried first."""
 _HOPELESS = 1.0  # iterations without drafts that all of them are predicted to lose
-_RATE = 0.2
+_RATE, _RATE_OF_BEST = 0.2, 0.05
 _LEAST_SHARE = 0.1  # of an iteration that is not for drafting, whatever that is said to take
 
 
@@ -187,8 +187,8 @@ class ByCost:
     second are measured without drafts, with all of them, and with as many as seem best (`Regime`).
 
     What drafting has lost, also where a draft model had to compute prompts, is a debt, which gains pay back,
-    and `_FOR_TRIALS` of the time without drafts. In debt no way that drafts more is tried, and no more
-    requests begin.
+    and `_FOR_TRIALS` of the time without drafts. In debt all drafts are not tried, and no more requests
+    begin.
 
     Args:
         costs: predicts seconds of iterations.
@@ -226,6 +226,7 @@ class ByCost:
         self._num_observed = 0
         self._asking = self._running = 0.0
         self._cost_of_asking = self._gain_of_asking = 0.0  # seconds each time, by and by
+        self._outlook = 0.0  # what all drafts are predicted to save, in iterations without, by and by
         self._promised = 0.0  # seconds that the drafts chosen last are predicted to save
         self._regimes: dict[int, Regime] = {}  # by size of the batch, two to an octave
         self._context = 0
@@ -257,8 +258,7 @@ class ByCost:
         self._pay(work, num_steps, num_tokens, seconds)
         regime, is_free = self._regime(work.num_decodes), self._debt <= 0.0
         if is_free or work.num_drafts or regime.way != _ALL:  # else it is not its way that took as long
-            losing = (_ALL, _BY_COST) if regime.way == _NONE else (_ALL,)
-            regime.observe(num_tokens / work.num_decodes, seconds, barred=() if is_free else losing)
+            regime.observe(num_tokens / work.num_decodes, seconds, barred=() if is_free else (_ALL,))
         self._running += seconds
         seconds /= num_steps
         if self._running > 100 * seconds:
@@ -304,9 +304,13 @@ class ByCost:
         regime = self._regime(iteration.num_decodes)
         if is_measured and regime.way == _ALL:
             self._promised = self._saved_by_all(proposed, acceptance, iteration)
-            if self._promised > -_HOPELESS * self._plain(iteration):
+            # What is best so far is believed for a while: chances alternate.
+            rate = 1.0 if regime.is_trying else _RATE_OF_BEST
+            self._outlook += rate * (self._promised / self._plain(iteration) - self._outlook)
+            if self._outlook > -_HOPELESS:
                 return proposed
             regime.decline()
+        self._outlook = 0.0
         ranked = sorted(
             [
                 (chance.of(j), -j, place)
@@ -348,8 +352,11 @@ class ByCost:
     def _saved_by_all(
         self, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
     ) -> float:
-        """Seconds that all drafts are predicted to save."""
+        """Seconds that all drafts are predicted to save, or as many as there are rows for."""
         num_decodes, share = iteration.num_decodes, iteration.share
+        if sum(proposed) > iteration.num_free:
+            most = max(1, iteration.num_free // len(proposed))
+            proposed = [min(most, count) for count in proposed]
         num_right = sum(map(Chance.expected, acceptance, proposed))
         rows = math.ceil(len(proposed) * share), math.ceil(sum(proposed) * share)
         drafting = self.seconds(VerifyingWork(num_decodes, *rows, max(proposed), iteration.looks_up))

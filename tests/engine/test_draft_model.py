@@ -561,7 +561,7 @@ def test_what_was_learned_of_refused_drafts_counts_less_and_less(llm):
         speculation._all.after_wrong.add(9, 0)
     for _ in range(40):
         run(engine, PROMPTS[:1], GREEDY)
-        rates.append(policy.acceptance[0])
+        rates.append(policy.acceptance[0].first)
     assert rates[0] < 0.1
     assert rates[-1] > 3 * rates[0]
     assert not proposer.asked

@@ -136,7 +136,7 @@ def test_the_same_tokens_as_without(llm, expected, num_drafts, num_steps):
     assert run(engine) == expected
     counts = engine.scheduler.speculation.counts
     assert counts.num_drafted > counts.num_kept > 0
-    assert {one.num_lookups for one in engine.scheduler.lookups} == {num_drafts}
+    assert max(one.num_lookups for one in engine.scheduler.lookups) == num_drafts
 
 
 @pytest.mark.parametrize("place", range(len(PROMPTS)))

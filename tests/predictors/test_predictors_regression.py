@@ -288,6 +288,12 @@ def test_what_hardly_matters_hardly_matters_beyond_the_samples(name):
         assert seconds == pytest.approx(1 + 0.1 * tokens / 1000 + 0.01 * seqs, rel=0.06)
 
 
+def test_where_only_no_row_was_measured_more_are_predicted_alike():
+    steps = [Sample("decode", (40.0, 5120.0, 0.0, float(context)), 1.0 + context) for context in range(1, 30)]
+    found = fit(steps, names=("linear",), degrees=(1,)).regressor
+    assert found.predict(np.array([[40, 5120, 3, 10]])) == pytest.approx([11.0])
+
+
 def test_other_models_and_unmeasured_work_are_refused(quick_fits, all_candidates):
     fitted = {kind: quick_fits[kind].regressor for kind in COST_KINDS}
     large = dataclasses.replace(MODELS[1], num_layers=96)

@@ -48,7 +48,13 @@ def test_each_regressor_has_errors_and_what_its_choices_lose(tmp_path, capsys):
     ("options", "message"),
     [
         (["--regressors", "lines"], "there is no lines; there are linear"),
-        (["--samples", "59"], "--samples 60"),
+        (["--samples", "99"], "--samples 100"),
+        (["--blocks", "0"], "--blocks must be at least 1"),
+        (["--links", "nan"], "--links above 0 and finite"),
+        (["--degrees", "10"], "one of them at most 5"),
+        (["--load", "foo"], "--load foo: there are chat, summary"),
+        (["--model", "foo"], "foo"),
+        (["--device", "foo"], "foo"),
     ],
 )
 def test_wrong_options_are_one_error(options, message, tmp_path, capsys):
