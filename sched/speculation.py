@@ -172,8 +172,9 @@ class Speculation:
 
     def _is_new(self, request: Request) -> bool:
         """Whether a proposer has to read more than the newest tokens."""
-        if self._is_unread(request) or not self._is_computed:
-            return self._is_unread(request)
+        is_unread = self._is_unread(request)
+        if is_unread or not self._is_computed:
+            return is_unread
         return request.num_known_tokens > self._histories[request.request_id].num_tokens + 1
 
     def _begun(self, requests: Sequence[Request]) -> Sequence[Request]:

@@ -37,8 +37,9 @@ from jaxllm.research.iterations import IterationFit, fit_iterations
 from jaxllm.research.simulator.gpu import pool_blocks
 from jaxllm.research.simulator.run import simulate
 from jaxllm.research.simulator.truth import HindsightAction, RegretMeter, Residuals
+from jaxllm.sched.baselines import VLLM025
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.policies import AdaptiveAction
+from jaxllm.sched.policies import AdaptiveAction, SchedulerPolicy
 from jaxllm.sched.presets import make_preset
 from jaxllm.system.output_files import OutputParser, new_file
 
@@ -128,7 +129,8 @@ def decided(
         meter = RegretMeter(
             AdaptiveAction(calibration), HindsightAction(AdaptiveAction, costs, Residuals({}))
         )
-        policy = dataclasses.replace(policy, action=meter)  # type: ignore[type-var]
+        assert isinstance(policy, SchedulerPolicy | VLLM025)
+        policy = dataclasses.replace(policy, action=meter)
         found = simulate(trace_of(cell, seed, 1.0), config, policy, costs, calibration=calibration)
         speeds.append(found.output_tokens_per_second)
         regret, best = regret + meter.regret_seconds, best + meter.best_seconds

@@ -183,6 +183,22 @@ def test_where_drafts_stop_paying_all_of_them_are_left_at_once():
     assert np.mean(run(Chance(0.1, 0.1), 400)) < 0.5
 
 
+def test_drafts_that_no_row_is_left_for_are_not_held_against_the_others():
+    policy = ByCost(UnknownCosts())
+    counts = policy.num_drafts([8] * 8, [Chance(0.3, 0.3)] * 8, IterationRows(8, 800, 0, 8))
+    assert counts == [8] * 8, "which are cut to one each"
+    assert policy._promised > -1.0
+
+
+def test_what_is_known_of_a_way_that_is_barred_for_long_is_kept():
+    regime = Regime(2, begins_with_last=True)
+    for number in range(30_000):
+        regime.observe(32, (64.0, 51.2)[regime.way], barred=(0,) if number > 40 else ())
+    assert regime.way == 1
+    done, seconds = regime._totals[0]
+    assert done / seconds == pytest.approx(0.5, rel=0.01)
+
+
 def test_chances_that_alternate_do_not_lose_the_fastest_way():
     """All drafts are right for a while, and nearly none: one moment's prediction is not what was measured."""
     policy, iteration, ways = ByCost(UnknownCosts()), IterationRows(8, 800, 0, 200), []
@@ -343,6 +359,14 @@ def test_who_was_preempted_is_read_again():
     assert speculation._begun([request]) == []
     speculation.verified(request, [(2, 0)])
     assert speculation._begun([request]) == [request]
+    assert not speculation._is_new(request)
+
+
+def test_what_was_read_and_not_verified_is_read():
+    """A grammar may allow none of the drafts that a model computed."""
+    speculation, request = Speculation(Computing(), Noting(), 2, 8), make_request(4, 20, 100)
+    request.metrics.num_preemptions = 1
+    speculation._proposals([(request, 2)])
     assert not speculation._is_new(request)
 
 
