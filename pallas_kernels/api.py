@@ -173,13 +173,14 @@ def attend(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    dtype: jnp.dtype | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """A layer's share of a step: rotation, `write_kv`, `decode_attention` beside `prefill_attention`.
 
     Args:
       qkv: `[num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim]`, queries, keys and values of each row,
-        head by head; decodes first, prompts behind them.
+        head by head; decodes first, prompts behind them. Or `[parts, num_rows, ...]`, of which it is the sum.
       rope: cosines and sines of each row's position, float32 `[num_rows, head_dim / 2]` each, by which
         queries and keys are rotated, in float32; None leaves them.
       pool: as in `decode_attention`.
@@ -191,10 +192,12 @@ def attend(
       scale: factor of the scores.
       window: how many of the latest tokens a query sees, its own included; None for all.
       soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None leaves them.
+      dtype: what the sum of parts is rounded to; None for the dtype of `qkv`.
       implementation: one of `IMPLEMENTATIONS`, or None for the best on the default device.
 
     Returns:
-      The updated pool, and `[num_rows, num_q_heads, head_dim]` in the dtype of `qkv`.
+      The updated pool, and `[num_rows, num_q_heads, head_dim]` in that dtype; what is in rows that nobody
+      uses means nothing.
 
     Raises:
       ConfigError: a shape, a dtype or the implementation is unsupported, or there is nothing to attend to.
@@ -203,22 +206,27 @@ def attend(
         raise ConfigError("attend needs decodes or prompts: give one of them, or use write_kv")
     _check_pool(pool, layer)
     num_q_heads = _check_projection(qkv, rope, pool)
-    _check_ints("slot_mapping", slot_mapping, qkv.shape[:1])
+    num_rows = qkv.shape[-2]
+    _check_ints("slot_mapping", slot_mapping, (num_rows,))
     if decode is not None:
-        _check_decodes(min(decode[0].shape[0], qkv.shape[0]), *decode)
+        _check_decodes(min(decode[0].shape[0], num_rows), *decode)
     if prompts is not None:
         prompts = (*prompts[:3], jnp.asarray(prompts[3], jnp.int32))
         _check_prompts(*prompts)
     backend, options = _backend(implementation, num_q_heads, pool, window, soft_cap)
     options |= {"layer": layer, "scale": scale}
     qkv, rope, pool, slot_mapping, decode, prompts = _arrays(qkv, rope, pool, slot_mapping, decode, prompts)
-    if hasattr(backend, "attend"):
-        return backend.attend(qkv, rope, pool, slot_mapping, decode, prompts, **options)
+    dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
     if hasattr(backend, "rotate_and_write"):
-        pool, q = backend.rotate_and_write(qkv, rope, pool, slot_mapping, layer=layer)
+        pool, q = backend.rotate_and_write(qkv, rope, pool, slot_mapping, layer=layer, dtype=dtype)
     else:
+        qkv = (qkv if qkv.ndim == 2 else qkv.sum(axis=0, dtype=jnp.float32)).astype(dtype)
+        if hasattr(backend, "attend"):
+            return backend.attend(qkv, rope, pool, slot_mapping, decode, prompts, **options)
         q, k, v = rotated_heads(qkv, rope, pool.shape[3], layout_of(pool).head_dim)
         pool = backend.write_kv(pool, k, v, slot_mapping, layer=layer)
+    if hasattr(backend, "step_attention"):
+        return pool, backend.step_attention(q, pool, decode, prompts, **options)
     decoded = prefilled = None
     if decode is not None:
         decoded = backend.decode_attention(q[: decode[0].shape[0]], pool, *decode, **options)
@@ -348,21 +356,21 @@ def _check_projection(qkv: jax.Array, rope: RopeTable | None, pool: jax.Array) -
     num_q_heads = qkv.shape[-1] // head_dim - 2 * num_kv_heads
     columns = (num_q_heads + 2 * num_kv_heads) * head_dim
     if (
-        qkv.ndim != 2
+        qkv.ndim not in (2, 3)
         or 0 in qkv.shape
-        or qkv.shape[1] != columns
+        or qkv.shape[-1] != columns
         or num_q_heads <= 0
         or num_q_heads % num_kv_heads
     ):
         raise ConfigError(
             f"qkv has shape {qkv.shape}: expected [at least 1, (num_q_heads + {2 * num_kv_heads}) * "
-            f"{head_dim}], num_q_heads a multiple of the pool's {num_kv_heads} KV heads"
+            f"{head_dim}] or parts of that, num_q_heads a multiple of the pool's {num_kv_heads} KV heads"
         )
     for part in rope or ():
-        if part.shape != (qkv.shape[0], head_dim // 2) or head_dim % 2 or part.dtype != jnp.float32:
+        if part.shape != (qkv.shape[-2], head_dim // 2) or head_dim % 2 or part.dtype != jnp.float32:
             raise ConfigError(
                 f"rope holds {part.dtype.name} {part.shape}: expected two of float32 "
-                f"{(qkv.shape[0], head_dim // 2)}, head_dim / 2 numbers a row"
+                f"{(qkv.shape[-2], head_dim // 2)}, head_dim / 2 numbers a row"
             )
     return num_q_heads
 

@@ -53,6 +53,21 @@ rotate_and_write, write_kv = triton.rotate_and_write, triton.write_kv
 """Triton's kernels: copies need nothing of Hopper."""
 
 
+def step_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    decode: tuple[jax.Array, jax.Array] | None,
+    prompts: tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None,
+    **options: Any,
+) -> jax.Array:
+    """Attention of a step's decodes, in the rows of that of its prompts."""
+    out = q if prompts is None else prefill_attention(q, pool, *prompts, **options)
+    if decode is None:
+        return out
+    rows = q[: len(decode[0])]
+    return decode_attention(rows, pool, *decode, **options, out=None if prompts is None else out)
+
+
 @functools.partial(jax.jit, static_argnames="scale")
 def decode_attention(
     q: jax.Array,
@@ -62,11 +77,13 @@ def decode_attention(
     *,
     layer: int | jax.Array,
     scale: float,
+    out: jax.Array | None = None,
 ) -> jax.Array:
     """Flash-decoding: the KV of rows is split into chunks whose partial results are then combined.
 
     Programs stay, and take one KV head of one chunk after another: the tiles of the next are under way while
-    those of the last are computed.
+    those of the last are computed. Results are put in the first rows of `out`, if it is given, but none for
+    rows of length 0.
     """
     check(q, pool)
     num_rows, num_q_heads, head_dim = q.shape
@@ -103,7 +120,8 @@ def decode_attention(
         grid_names=("program",),
         num_threads=2,
     )(triton.layer_operand(layer), queries, readable(pool), block_tables, lengths, chunks, num_in_use)
-    return triton.combine_chunks(acc, peak, total, lengths, q, chunk)
+    in_place = out is not None
+    return triton.combine_chunks(acc, peak, total, lengths, out if in_place else q, chunk, in_place=in_place)
 
 
 @functools.partial(jax.jit, static_argnames="scale")

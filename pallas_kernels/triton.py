@@ -51,7 +51,7 @@ _COMBINED_AT_ONCE = 16
 _HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
 _SMALL_CORES = re.compile(r"\b(A10G?|A16|A2|A40|A[2456]000|L2|L4|L20|L40[SG]?|GB10|RTX|GeForce)\b")
 """Names of NVIDIA devices of compute capability 8.6, 8.9 and 12.0: 100 KiB of shared memory a core."""
-_STATIC = ("scale", "window", "soft_cap", "tiling")
+_STATIC = ("scale", "window", "soft_cap", "tiling", "in_place")
 _TILING = re.compile(r"k(\d+),q(\d+),w(\d+),s(\d+)")
 
 rotate_and_write, write_kv = triton_writes.rotate_and_write, triton_writes.write_kv
@@ -140,6 +140,22 @@ def alternative_tilings(op: str, dtype: Any) -> tuple[Tiling, ...]:
     return Tiling(), Tiling(64, 128, 8, 5), Tiling(128, 128, 8), Tiling(32), Tiling(32, 64, 4, 5)
 
 
+def step_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    decode: tuple[jax.Array, jax.Array] | None,
+    prompts: tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None,
+    **options: Any,
+) -> jax.Array:
+    """Attention of a step's decodes and prompts in the place of their queries; other rows keep theirs.
+
+    So neither fills the other's rows, nor are the two added up.
+    """
+    if prompts is not None:
+        q = prefill_attention(q, pool, *prompts, **options, in_place=True)
+    return q if decode is None else decode_attention(q, pool, *decode, **options, in_place=True)
+
+
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def decode_attention(
     q: jax.Array,
@@ -152,17 +168,19 @@ def decode_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     tiling: Tiling | None = None,
+    in_place: bool = False,
 ) -> jax.Array:
     """Flash-decoding: each program reads a chunk of a row's KV; where rows may have several, these combine.
 
-    A row's chunks, and so its bits, do not depend on the lengths of the others.
+    A row's chunks, and so its bits, do not depend on the lengths of the others. `in_place` is `q` with the
+    results of its first rows, and with what it had in those of length 0.
     """
     layout = layout_of(pool)
     read_as, kind = widest(q.dtype, layout), current_device().device_kind
     tiling = tiling or default_tiling("decode", kind, read_as, q.shape[2], pool.dtype.itemsize)
-    num_rows, num_q_heads, head_dim = q.shape
+    (num_rows, table_size), (_, num_q_heads, head_dim) = block_tables.shape, q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
-    max_tokens = block_tables.shape[1] * block_size
+    max_tokens = table_size * block_size
     chunk = chunk_tokens(num_rows * num_kv_heads, max_tokens, tiling.kv_tile)
     num_chunks = pl.cdiv(max_tokens, chunk)
     group = num_q_heads // num_kv_heads
@@ -177,20 +195,22 @@ def decode_attention(
             chunk=chunk,
             kv_tile=tiling.kv_tile,
             layout=layout,
+            in_place=in_place,
         ),
         tiling.num_warps,
         tiling.num_stages,
         grid=(num_rows, num_kv_heads, num_chunks),
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype),) if num_chunks == 1 else partial,
+        input_output_aliases={1: 0} if in_place and num_chunks == 1 else {},
         name="paged_decode_attention",
     )(layer_operand(layer), q, block_tables, lengths, *readable(pool))
     if num_chunks == 1:
         return out[0]
     acc, peak, total = out
-    return combine_chunks(acc, peak, total, lengths, q, chunk, window=window)
+    return combine_chunks(acc, peak, total, lengths, q, chunk, window=window, in_place=in_place)
 
 
-@functools.partial(jax.jit, static_argnames=("chunk", "window"))
+@functools.partial(jax.jit, static_argnames=("chunk", "window", "in_place"))
 def combine_chunks(
     acc: jax.Array,
     peak: jax.Array,
@@ -199,6 +219,8 @@ def combine_chunks(
     q: jax.Array,
     chunk: int,
     window: int | None = None,
+    *,
+    in_place: bool = False,
 ) -> jax.Array:
     """The attention of rows from that over their chunks, of which only those in use are read.
 
@@ -208,21 +230,23 @@ def combine_chunks(
         peak: float32 `[num_rows, num_chunks, num_kv_heads, group]`, the largest scores, of base 2; likewise.
         total: like `peak`, sums of the weights.
         lengths: int32 `[num_rows]`, tokens of each row.
-        q: the queries `[num_rows, num_q_heads, head_dim]`, which are not read.
+        q: the queries `[num_rows or more, num_q_heads, head_dim]`, which are not read.
         chunk: tokens of a chunk.
         window: how many of the latest tokens rows see; chunks without any of them are not read.
+        in_place: rows take the place of theirs in `q`.
 
     Returns:
-        An array like `q`; zeros in rows of length 0.
+        An array like `q`; zeros in rows of length 0, or what was there if it is `in_place`.
     """
-    num_rows, num_q_heads, _ = q.shape
+    num_q_heads = q.shape[1]
     group = num_q_heads // acc.shape[2]
     return launch(
-        functools.partial(_combine_kernel, chunk=chunk, group=group, window=window),
-        grid=(num_rows, num_q_heads),
+        functools.partial(_combine_kernel, chunk=chunk, group=group, window=window, in_place=in_place),
+        grid=(acc.shape[0], num_q_heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        input_output_aliases={4: 0} if in_place else {},
         name="paged_combine_chunks",
-    )(acc, peak, total, lengths)
+    )(acc, peak, total, lengths, *([q] if in_place else []))
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -239,8 +263,12 @@ def prefill_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     tiling: Tiling | None = None,
+    in_place: bool = False,
 ) -> jax.Array:
-    """Flash attention over tiles of query rows: all heads that share a KV head, of tokens of one sequence."""
+    """Flash attention over tiles of query rows: all heads that share a KV head, of tokens of one sequence.
+
+    Rows of no sequence are 0, or what they were in `q` if it is `in_place`.
+    """
     layout = layout_of(pool)
     read_as, kind = widest(q.dtype, layout), current_device().device_kind
     tiling = tiling or default_tiling("prefill", kind, read_as, q.shape[2], pool.dtype.itemsize)
@@ -264,8 +292,11 @@ def prefill_attention(
         tiling.num_stages,
         grid=(tiles.shape[0], num_kv_heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        input_output_aliases={1: 0} if in_place else {},
         name="paged_prefill_attention",
     )(layer_operand(layer), q, block_tables, tiles, *readable(pool))
+    if in_place:
+        return out
     rows = jnp.arange(num_tokens)
     is_owned = (rows >= query_starts[0]) & (rows < query_starts[num_seqs])
     return jnp.where(is_owned[:, None, None], out, jnp.zeros((), q.dtype))
@@ -283,6 +314,7 @@ def _decode_kernel(
     chunk: int,
     kv_tile: int,
     layout: KVLayout,
+    in_place: bool,
 ) -> None:
     pool_refs, out_refs = refs[: num_views(layout)], refs[num_views(layout) :]
     row, kv_head, index = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -292,7 +324,8 @@ def _decode_kernel(
     first = index * chunk
     last = jnp.minimum(first + chunk, length)
     first = jnp.maximum(first, first_seen // kv_tile * kv_tile)
-    is_used = (first < last) | (len(out_refs) == 1)  # a whole row is stored even if it has no token
+    is_whole = len(out_refs) == 1 and not in_place  # a row is stored even if it has no token
+    is_used = (first < last) | is_whole
     heads = jnp.arange(max(_MIN_DOT, pl.next_power_of_2(group)))
     is_head = (heads < group) & is_used
     heads_at = (kv_head * group + heads)[:, None]
@@ -320,13 +353,13 @@ def _combine_kernel(
     peak_ref: Any,
     total_ref: Any,
     lengths_ref: Any,
-    out_ref: Any,
-    *,
+    *refs: Any,
     chunk: int,
     group: int,
     window: int | None,
+    in_place: bool,
 ) -> None:
-    row, head = pl.program_id(0), pl.program_id(1)
+    out_ref, row, head = refs[-1], pl.program_id(0), pl.program_id(1)
     kv_head, member = head // group, head % group
     num_chunks, head_dim = acc_ref.shape[1], out_ref.shape[2]
     num_used = pl.cdiv(lengths_ref[row], chunk)
@@ -351,7 +384,10 @@ def _combine_kernel(
     start = jnp.zeros(dims.shape, jnp.float32), jnp.float32(LEAST_PEAK), jnp.float32(0)
     acc, _, total = lax.fori_loop(first_used // at_once, pl.cdiv(num_used, at_once), body, start)
     out = (acc / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
-    plgpu.store(out_ref.at[row, head, dims], out, mask=dims < head_dim)
+    mask = dims < head_dim
+    if in_place:
+        mask &= lengths_ref[row] > 0
+    plgpu.store(out_ref.at[row, head, dims], out, mask=mask)
 
 
 def _prefill_kernel(

@@ -24,7 +24,7 @@ from jaxllm.pallas_kernels.triton_pool import (
 )
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="dtype")
 def rotate_and_write(
     qkv: jax.Array,
     rope: RopeTable | None,
@@ -32,18 +32,19 @@ def rotate_and_write(
     slot_mapping: jax.Array,
     *,
     layer: int | jax.Array,
+    dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
     """Rotate a row's queries and keys, and store its keys and values in the aliased pool, all in one kernel.
 
-    Arguments are those of `pallas_kernels.attend`.
+    Arguments are those of `pallas_kernels.attend`; parts of `qkv` are added up on the way.
 
     Returns:
         The updated pool, and the queries `[num_rows, num_q_heads, head_dim]`.
     """
-    num_rows, columns = qkv.shape
+    *_, num_rows, columns = qkv.shape
     layout, areas = layout_of(pool), areas_of(pool)
     num_kv_heads, head_dim = pool.shape[3], layout.head_dim
-    q = jax.ShapeDtypeStruct((num_rows, columns // head_dim - 2 * num_kv_heads, head_dim), qkv.dtype)
+    q = jax.ShapeDtypeStruct((num_rows, columns // head_dim - 2 * num_kv_heads, head_dim), dtype)
     arguments = (*(rope or ()), layer_operand(layer), qkv, slot_mapping, areas)
     areas, q = launch(
         functools.partial(_rotate_kernel, layout=layout),
@@ -91,11 +92,11 @@ def _rotate_kernel(*refs: Any, layout: KVLayout) -> None:
         parts = []
         for one, table in zip(dims, tables, strict=True):
             at = [(first_head + heads) * head_dim + start + one for start in starts]
-            halves = [plgpu.load(qkv_ref.at[row, columns], mask=mask, other=0.0) for columns in at]
+            halves = [_summed(qkv_ref, row, columns, mask).astype(q_ref.dtype) for columns in at]
             if table and index < 2:
                 (cos, sin), (first, second) = table, (half.astype(jnp.float32) for half in halves)
                 halves = [first * cos - second * sin, second * cos + first * sin]
-            parts.append([half.astype(qkv_ref.dtype) for half in halves])
+            parts.append([half.astype(q_ref.dtype) for half in halves])
         if index:
             places = [start // step + words for start in starts]
             heads_at = block, layer, index - 1, heads
@@ -105,6 +106,16 @@ def _rotate_kernel(*refs: Any, layout: KVLayout) -> None:
                 for start, half in zip(starts, halves, strict=True):
                     plgpu.store(q_ref.at[row, heads, start + one], half, mask=mask)
         first_head += num_heads
+
+
+def _summed(ref: Any, row: jax.Array, columns: jax.Array, mask: jax.Array) -> jax.Array:
+    """Numbers of a row, or the sum of those of its parts."""
+    if len(ref.shape) == 2:
+        return plgpu.load(ref.at[row, columns], mask=mask, other=0.0)
+    total = jnp.zeros(mask.shape, jnp.float32)
+    for part in range(ref.shape[0]):
+        total += plgpu.load(ref.at[part, row, columns], mask=mask, other=0.0).astype(jnp.float32)
+    return total
 
 
 def _write_kernel(

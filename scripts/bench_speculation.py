@@ -4,7 +4,8 @@
 
 Engines of one model, without drafts, with fixed numbers of them, and with as many as pay by cost, take turns
 on the same prompts, so that what else the machine does meets all of them. What counts is the median over
-`--repeats` of the ratio to the engine without drafts in the same turn. Editing is greedy: part of a file, and
+`--repeats` of the ratio to the engine without drafts in the same turn, and its standard error. A second
+engine without drafts shows what ratio two equal ones have. Editing is greedy: part of a file, and
 its beginning once more. Ordinary completion samples at a temperature of 0.8.
 
     python scripts/bench_speculation.py --simulate docs/speculation.png --out simulated.json
@@ -38,6 +39,8 @@ from jaxllm.system.output_files import OutputParser, new_file
 
 _MODULES = queues, reading, running, iterations, order, priority
 _PROMPTS = 64
+_CONTROL = "off again"
+_RESAMPLES = 500
 _OPENINGS = (
     "def read_lines(path):\n",
     "import json\n\n\ndef load(",
@@ -72,7 +75,7 @@ def params_of(kind: str, num_tokens: int) -> SamplingParams:
 
 def configs_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Settings by name, that without drafts first."""
-    found: dict[str, dict[str, Any]] = {"off": {}}
+    found: dict[str, dict[str, Any]] = {"off": {}, _CONTROL: {}}
     common: dict[str, Any] = {"method": args.method}
     if args.draft_model or args.method == "draft_model":
         common["model"] = args.draft_model or demo_model_path()
@@ -109,6 +112,13 @@ def one_run(
     return sum(map(len, tokens)) / seconds, yielded, tokens
 
 
+def standard_error(ratios: Sequence[float]) -> float:
+    """That of their median, by drawing from them as many again and again."""
+    draw = random.Random(0)
+    medians = [statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES)]
+    return statistics.stdev(medians)
+
+
 def measure(
     llms: dict[str, LLM], kind: str, streams: int, num_tokens: int, groups: int, repeats: int
 ) -> dict[str, Any]:
@@ -126,23 +136,26 @@ def measure(
                 yielded[name] += per_step / repeats
         for name, tokens in outputs.items():
             same[name] &= tokens == outputs["off"]
+    ratios = {
+        name: [one / off for one, off in zip(found, speeds["off"], strict=True)]
+        for name, found in speeds.items()
+    }
     return {
         "kind": kind,
         "streams": streams,
         "tokens_per_second": speeds,
-        "ratio": {
-            name: statistics.median(one / off for one, off in zip(found, speeds["off"], strict=True))
-            for name, found in speeds.items()
-        },
+        "ratio": {name: statistics.median(found) for name, found in ratios.items()},
+        "standard_error": {name: standard_error(found) for name, found in ratios.items()},
         "tokens_per_verification": yielded,
         "same_tokens": same,
     }
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """A case in a line: each engine's ratio, and the tokens of a verification."""
+    """A case in a line: each engine's ratio, its standard error, and the tokens of a verification."""
     parts = [
-        f"{name} {row['ratio'][name]:.2f} ({row['tokens_per_verification'][name]:.1f})"
+        f"{name} {row['ratio'][name]:.3f} ± {row['standard_error'][name]:.3f} "
+        f"({row['tokens_per_verification'][name]:.1f})"
         for name in row["ratio"]
         if name != "off"
     ]

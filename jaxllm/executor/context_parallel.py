@@ -19,7 +19,7 @@ from jax import lax
 from jaxllm import pallas_kernels
 from jaxllm.executor.placement import CONTEXT
 from jaxllm.executor.step_rows import DecodeInputs, PrefillInputs
-from jaxllm.models.layers import Attend
+from jaxllm.models.layers import Attend, whole
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
 from jaxllm.pallas_kernels.kv_layout import layout_of
 
@@ -115,11 +115,13 @@ class SharedPrompts(Attend):
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        dtype: jnp.dtype | None = None,
     ) -> jax.Array:
         """See `Attend`."""
         num_kv_heads = self.pool.shape[3]
         named: dict[str, Any] = {"layer": layer, "implementation": self._implementation}
-        q, k, v = rotated_heads(qkv, rope, num_kv_heads, layout_of(self.pool).head_dim)
+        head_dim = layout_of(self.pool).head_dim
+        q, k, v = rotated_heads(whole(qkv, dtype), rope, num_kv_heads, head_dim)
         both = self._own.gathered(jnp.concatenate([k, v], axis=1))
         k, v = both[:, :num_kv_heads], both[:, num_kv_heads:]
         self.pool = pallas_kernels.write_kv(self.pool, k, v, self._slot_mapping, **named)

@@ -91,6 +91,7 @@ class PagedAttention(Attend):
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        dtype: jnp.dtype | None = None,
     ) -> jax.Array:
         """See `Attend`."""
         decode, prefill = self._decode, self._prefill
@@ -108,6 +109,7 @@ class PagedAttention(Attend):
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            dtype=dtype,
             implementation=self._implementation,
         )
         return out

@@ -205,9 +205,10 @@ class _WholeSequences(Attend):
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        dtype: jnp.dtype | None = None,
     ) -> jax.Array:
         head_dim = self._config.head_dim
-        flat = rotated_heads(qkv, rope, self._config.num_kv_heads, head_dim)
+        flat = rotated_heads(whole(qkv, dtype), rope, self._config.num_kv_heads, head_dim)
         q, k, v = (part.reshape(*self._shape, -1, head_dim) for part in flat)
         if self._way is _plainly:  # else these are of a layer's own program
             self.heads.append((q, k, v))

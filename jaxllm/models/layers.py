@@ -93,11 +93,13 @@ class Attend:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        dtype: jnp.dtype | None = None,
     ) -> jax.Array:
         """`qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads, head_dim].
 
-        Of the fused projection, queries and keys are rotated by `rope`, if it is given. A token sees the
-        latest `window` tokens, its own included, or all. Scores are capped softly, if at all.
+        Of the fused projection, or of the sum of its `Linear.parts` in `dtype`, queries and keys are rotated
+        by `rope`, if it is given. A token sees the latest `window` tokens, its own included, or all. Scores
+        are capped softly, if at all.
         """
         raise NotImplementedError
 
@@ -119,8 +121,8 @@ def gelu_glu(gate_up: jax.Array) -> jax.Array:
     return jax.nn.gelu(gate, approximate=True) * up
 
 
-def whole(parts: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The sum of `Linear.parts`."""
+def whole(parts: jax.Array, dtype: jnp.dtype | None) -> jax.Array:
+    """The sum of `Linear.parts`, in a dtype."""
     return parts if parts.ndim == 2 else parts.sum(axis=0).astype(dtype)
 
 
@@ -188,7 +190,7 @@ class Linear(nnx.Module):
         if isinstance(weight, Weight) or self.axis is not None:
             return self(x, attend.num_rows)[None]
         rows, in_features = x.shape
-        wanted = _SPLIT_PRODUCT_SIZE // (rows * self.out_features)
+        wanted = -(-_SPLIT_PRODUCT_SIZE // (rows * self.out_features))
         num_parts = math.gcd(in_features, min(8, 1 << (wanted.bit_length() - 1))) if wanted > 1 else 1
         if num_parts == 1:
             return self(x, attend.num_rows)[None]

@@ -116,10 +116,13 @@ class LlamaAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, rope: RopeTable, attend: Attend) -> jax.Array:
         """`x` [T, hidden_size] -> `Linear.parts` of [T, hidden_size]."""
-        qkv = self._normed(self.qkv_proj(x, attend.num_rows))
-        qkv = qkv if self.kv_scales is None else self.kv_scales.divided(qkv)
+        if self.q_norm is None and self.kv_scales is None:
+            qkv = self.qkv_proj.parts(x, attend)
+        else:
+            qkv = self._normed(self.qkv_proj(x, attend.num_rows))
+            qkv = qkv if self.kv_scales is None else self.kv_scales.divided(qkv)
         table = rope if self.is_rotated else None
-        out = attend(self.layer, qkv, table, self.scale, self.window, self.soft_cap)
+        out = attend(self.layer, qkv, table, self.scale, self.window, self.soft_cap, x.dtype)
         out = out if self.kv_scales is None else self.kv_scales.multiplied(out)
         return self.o_proj.parts(out.reshape(x.shape[0], -1), attend)
 

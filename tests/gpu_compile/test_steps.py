@@ -104,20 +104,29 @@ def test_a_decode_is_one_command_buffer(compiled, rows, sampling):
     assert found.temporary_bytes < rows * LLAMA_3_8B["vocab_size"] * 4 + 32 * MIB
 
 
-@pytest.mark.parametrize(("rows", "most"), [(64, 11), (256, 10)])
-def test_a_layer_of_a_decode_is_few_kernels(compiled, rows, most):
-    """With 64 rows:
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        (ProgramKey(64, sampling=GREEDY), 10),
+        (ProgramKey(256, sampling=GREEDY), 9),
+        (ProgramKey(64, 8, sampling=GREEDY), 11),
+        (ProgramKey(2048, 64, sampling=GREEDY), 11),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_a_layer_is_few_kernels(compiled, key, most):
+    """Of a decode of 64 rows:
 
-    1  product of q, k and v            7  sum and norm, which adds up the parts of 6
-    2  its parts added up               8  product of gate and up
-    3  rotation, KV write               9  silu and multiplication
-    4  attention of chunks of rows     10  product of down
-    5  the chunks combined             11  as 7
-    6  product of o
+    1  product of q, k and v           6  sum and norm, which adds up the parts of 5
+    2  rotation, KV write, which       7  product of gate and up
+       adds up the parts of 1          8  silu and multiplication
+    3  attention of chunks of rows     9  product of down
+    4  the chunks combined            10  as 6
+    5  product of o
 
-    With 256 a row is one chunk.
+    With 256 a row is one chunk; beside prompts there is their attention, in the same rows.
     """
-    two, four = (compiled(ProgramKey(rows, sampling=GREEDY), num_layers) for num_layers in (2, 4))
+    two, four = (compiled(key, num_layers) for num_layers in (2, 4))
     assert (four.kernels - two.kernels) / 2 <= most
     assert four.thunks == ONE_COMMAND_BUFFER
     assert four.conditionals == 0

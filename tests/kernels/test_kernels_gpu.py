@@ -135,7 +135,8 @@ def test_lowers_for_cuda(implementation, shape):
     decode = functools.partial(implementation.decode_attention, **options)
     prefill = functools.partial(implementation.prefill_attention, **options)
     write = functools.partial(implementation.write_kv, layer=LAYER)
-    store = functools.partial(implementation.rotate_and_write, layer=LAYER)
+    store = functools.partial(implementation.rotate_and_write, layer=LAYER, dtype=q.dtype)
+    step = functools.partial(implementation.step_attention, **options)
     qkv = jax.ShapeDtypeStruct((100, (shape.num_q_heads + 2 * heads) * dim), shape.dtype)
     angles = jax.ShapeDtypeStruct((100, dim // 2), jnp.float32)
     for op, arguments in (
@@ -143,8 +144,9 @@ def test_lowers_for_cuda(implementation, shape):
         (prefill, (q, pool, tables, starts, hundred, scalar)),
         (write, (pool, kv, kv, hundred)),
         (store, (qkv, (angles, angles), pool, hundred)),
+        (step, (q, pool, (tables, hundred), (tables, starts, hundred, scalar))),
     ):
         with jax.sharding.use_abstract_mesh(mesh):
             lowered = jax.jit(op).trace(*arguments).lower(lowering_platforms=("cuda",))
-        kernel = "mosaic_gpu" if implementation is mosaic and op in (decode, prefill) else "triton"
+        kernel = "mosaic_gpu" if implementation is mosaic and op in (decode, prefill, step) else "triton"
         assert kernel in lowered.as_text()

@@ -47,6 +47,7 @@ def test_the_kernel_is_what_the_layer_computes_without_it(dtype):
     [
         (64, (4096, 4096), 8),  # o_proj and down_proj of Llama-3-8B
         (256, (14336, 4096), 2),
+        (256, (4096, 6144), 2),  # qkv_proj: parts of two tiles at least
         (2048, (4096, 4096), 1),
         (1, (72, 64), 8),
         (1, (63, 64), 1),

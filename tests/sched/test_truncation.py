@@ -16,7 +16,7 @@ from jaxllm import SamplingParams
 from jaxllm.errors import RequestError, RequestTooLargeError, SamplingParamsError
 from jaxllm.loading import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.models.layers import Attend
+from jaxllm.models.layers import Attend, whole
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.models.registry import Params, bind
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
@@ -182,11 +182,13 @@ class CutAttention(Attend):
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        dtype: jnp.dtype | None = None,
     ) -> jax.Array:
         """See `jaxllm.models.layers.Attend`; of models without windows and soft caps."""
         assert window is None
         assert soft_cap is None
         del layer
+        qkv = whole(qkv, dtype)
         length, kv_heads, size = len(qkv), self._config.num_kv_heads, self._config.head_dim
         q, k, v = rotated_heads(qkv, rope, kv_heads, size)
         scores = jnp.einsum("qhgd,khd->hgqk", q.reshape(length, kv_heads, -1, size) * scale, k)
