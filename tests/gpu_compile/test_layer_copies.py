@@ -40,11 +40,11 @@ class LayerCopies(PagedAttention):
         self._pieces = [jax.device_put(piece, jax.memory.Space.Device) for piece in from_host]
         self.to_host = []
 
-    def __call__(self, layer, qkv, rope, scale, window=None, soft_cap=None):
+    def __call__(self, layer, qkv, rope, scale, window=None, soft_cap=None, dtype=None):
         if self._pieces:
             piece, qkv = lax.optimization_barrier((self._pieces[layer], qkv))
             self.pool = self.pool.at[self._copied_in, layer].set(piece, mode="drop")
-        out = super().__call__(layer, qkv, rope, scale)
+        out = super().__call__(layer, qkv, rope, scale, dtype=dtype)
         if self._copied_out is not None:
             piece, out = lax.optimization_barrier((self.pool[self._copied_out, layer], out))
             self.to_host.append(jax.device_put(piece, jax.memory.Space.Host))
