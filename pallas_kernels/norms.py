@@ -27,16 +27,23 @@ def add_rms_norm(
         eps: what is added to the mean of the squares.
 
     Returns:
-        Two arrays like `x`, each rounded to its dtype once.
+        Two arrays like `x`, each rounded to its dtype once. The sum takes the place of `x`, and its norm that
+        of a `delta` of as many numbers.
     """
-    return pl.pallas_call(
+    is_alike = delta.shape == (1, *x.shape) and delta.dtype == x.dtype
+    total, normed = pl.pallas_call(
         functools.partial(_kernel, eps=eps),
         grid=(x.shape[0],),
-        out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype),) * 2,
+        out_shape=(
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((1, *x.shape), x.dtype),
+        ),
+        input_output_aliases={0: 0, 1: 1} if is_alike else {0: 0},
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=is_interpreted(),
         name="add_rms_norm",
     )(x, delta, weight)
+    return total, normed[0]
 
 
 def _kernel(
@@ -57,4 +64,4 @@ def _kernel(
     wide = total.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.sum(wide * wide) / features + eps)
     normed = load(weight_ref.at[columns]) * normed.astype(dtype).astype(jnp.float32)
-    plgpu.store(normed_ref.at[row, columns], normed.astype(dtype), mask=mask)
+    plgpu.store(normed_ref.at[0, row, columns], normed.astype(dtype), mask=mask)

@@ -116,6 +116,10 @@ class Speculation:
             )
         self._ledger = ledger
 
+    def asks(self, num_running: int) -> bool:
+        """Whether proposals are asked for at all now, beside so many requests that decode."""
+        return num_running > 0 and self.policy.is_worth_asking(num_running)
+
     def is_expected(self, state: SchedulerState) -> bool:
         """Whether the next iteration is likely to verify drafts, by what the host knows of tokens so far."""
         plan = Plan()
@@ -151,7 +155,7 @@ class Speculation:
             return False
         num_tokens = self.lookup_steps * (self._most_each(state) + 1)
         stops = [(one, min(one.max_total_tokens, one.num_tokens + num_tokens)) for one in running]
-        return self.policy.is_worth_asking(len(running)) and self._chained.prepare(stops)
+        return self.asks(len(running)) and self._chained.prepare(stops)
 
     def _most_each(self, state: SchedulerState) -> int:
         """Most drafts of a request where all may have as many."""
@@ -187,7 +191,7 @@ class Speculation:
         self, plan: Plan, state: SchedulerState, *, only_known: bool = False, looks_up: bool = False
     ) -> _Drafts:
         running = state.running
-        if not (running and self.policy.is_worth_asking(len(running))):
+        if not self.asks(len(running)):
             return []
         gone = {victim for victim, _ in plan.victims}
         asked = [
@@ -233,7 +237,7 @@ class Speculation:
 
     def max_decode_steps(self, limit: int, num_running: int) -> int:
         """How many iterations may go by before anybody is asked again: half those that one proposal takes."""
-        if self.lookup_steps > 1 or not self.policy.is_worth_asking(num_running):
+        if self.lookup_steps > 1 or not self.asks(num_running):
             return limit
         return max(1, min(limit, int(0.5 / max(self._num_fruitful, 1e-6))))
 

@@ -262,6 +262,9 @@ class Loop:
 
     def _foresee_drafts(self, speculation: Speculation) -> None:
         """Read what is in flight if drafts are to follow it."""
+        if not speculation.asks(self.scheduler.num_running):
+            speculation.lookup_steps = 1
+            return
         looks_up = self._executor.looks_up(self._beyond_steps, self.scheduler.num_running)
         speculation.lookup_steps = self._max_decode_steps(looks_up=True) if looks_up else 1
         if self._in_flight and self.scheduler.expects_drafts:

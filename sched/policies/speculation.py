@@ -287,12 +287,17 @@ class ByCost:
         """Take what iterations have lost or gained; one that was held up has not lost all of that."""
         if not any(self._corrections.values()):
             return
-        lost, plain = -self._FOR_TRIALS * seconds, self.seconds(VerifyingWork(work.num_decodes))
+        plain = 0.0
+        if work.num_drafts or self._debt > 0.0:
+            plain = self.seconds(VerifyingWork(work.num_decodes))
         if work.num_drafts:
             seconds = min(seconds, num_steps * self._HELD_UP * self.seconds(work))
-            lost = seconds - num_tokens / work.num_decodes * plain
-        self._debt = min(self._debt + lost, self._MOST_DEBT * plain)
-        if self._debt < 0.0:
+            self._debt += seconds - num_tokens / work.num_decodes * plain
+        else:
+            self._debt -= self._FOR_TRIALS * seconds
+        if self._debt > 0.0:
+            self._debt = min(self._debt, self._MOST_DEBT * plain)
+        else:
             self._debt *= 1.0 - 1.0 / self._REMEMBERED
 
     def num_drafts(

@@ -396,3 +396,24 @@ def test_accepting_what_was_not_drafted_is_refused(llm):
     engine = engine_of(llm, speculating(PromptLookup()))
     with pytest.raises(RequestError, match="verified no drafts"):
         engine.scheduler.accept(make_request(4, 20), [(1, 0)])
+
+
+class Never(AsProposed):
+    """Does not let anybody be asked."""
+
+    def is_worth_asking(self, num_running):
+        return False
+
+
+@pytest.mark.parametrize(("policy", "is_asked"), [(Never(), False), (AsProposed(), True)])
+def test_who_asks_for_no_drafts_pays_nothing_for_them(llm, monkeypatch, policy, is_asked):
+    """Neither programs nor what is in flight are looked at, in no step."""
+    seen, looks_up = [], llm.executor.looks_up
+    monkeypatch.setattr(llm.executor, "looks_up", lambda *asked: seen.append(asked) or looks_up(*asked))
+    proposer = PromptLookup(2, 4)
+    engine = engine_of(llm, speculating(proposer, policy=policy))
+    engine.add_request("0", EDIT, SamplingParams(**GREEDY))
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert bool(seen) == is_asked
+    assert bool(engine.scheduler.speculation.counts.num_drafted) == is_asked

@@ -56,6 +56,14 @@ def test_devices_sum_twice_a_layer_and_gather_the_best_scores(key, num_devices):
     assert memory.temp_size_in_bytes < 64 * MIB
 
 
+def test_long_prompts_keep_few_arrays_of_the_residual_stream():
+    """32 MiB each of 2,048 rows: sums and norms take the places of what they are made of."""
+    with Compiler(get_target("h100"), 8) as compiler:
+        options = {"dtype": "bfloat16", "implementation": "triton", "placement": compiler.placement}
+        program = compiler.compile(*flat(step_program(CONFIG, ProgramKey(2048, 8), **SIZES, **options)))
+    assert program.memory_analysis().temp_size_in_bytes < 112 * MIB
+
+
 @pytest.mark.parametrize(("num_devices", "num_contexts"), [(2, 2), (4, 4), (4, 2)])
 def test_groups_that_share_prompts_gather_keys_and_values(num_devices, num_contexts):
     """Once a layer, and what is sampled of the last one; nothing of decodes but what each group sums."""
