@@ -150,6 +150,11 @@ class Scheduler:
         return self.config.max_num_seqs - len(self._state.free_slots)
 
     @property
+    def num_decoding(self) -> int:
+        """Requests that decode."""
+        return len(self._state.running)
+
+    @property
     def num_free_blocks(self) -> int:
         """Device blocks nobody holds."""
         return self._state.pool.num_free

@@ -116,9 +116,9 @@ class Speculation:
             )
         self._ledger = ledger
 
-    def asks(self, num_running: int) -> bool:
+    def asks(self, num_decoding: int) -> bool:
         """Whether proposals are asked for at all now, beside so many requests that decode."""
-        return num_running > 0 and self.policy.is_worth_asking(num_running)
+        return num_decoding > 0 and self.policy.is_worth_asking(num_decoding)
 
     def is_expected(self, state: SchedulerState) -> bool:
         """Whether the next iteration is likely to verify drafts, by what the host knows of tokens so far."""

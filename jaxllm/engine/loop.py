@@ -262,7 +262,7 @@ class Loop:
 
     def _foresee_drafts(self, speculation: Speculation) -> None:
         """Read what is in flight if drafts are to follow it."""
-        if not speculation.asks(self.scheduler.num_running):
+        if not speculation.asks(self.scheduler.num_decoding):
             speculation.lookup_steps = 1
             return
         looks_up = self._executor.looks_up(self._beyond_steps, self.scheduler.num_running)

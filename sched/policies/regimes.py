@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 _WINDOW, _TRIAL = 32.0, 4.0
-_KEPT, _LEAST = 0.9, 1e-3
+_KEPT, _LEAST = 0.95, 1e-3
 _FIRST_PATIENCE, _MOST_PATIENCE = 16, 128
 _CLEAR = 1.2
 _CREDIT = 1.03

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from gpu import codes, engine, kernels
+from gpu import codes, engine, kernels, steps
 from gpu.inputs import Sizes
 from gpu.report import Report
 from jaxllm.engine.costs import shape_of
@@ -38,6 +38,7 @@ def _kernels(name: str) -> Callable[..., None]:
             report.missing[name] = f"written for compute capability 9, and this device has {capability}"
             return
         report.rows("checks", kernels.check(name, sizes, seed))
+        report.rows("checks", steps.check(name, sizes, seed))
         if name == "mosaic":  # of triton's among codes
             few = dataclasses.replace(sizes, heads=sizes.heads[1:2] or sizes.heads)
             report.rows("checks", kernels.check(name, few, seed, ("fp8_e4m3", "int8")))

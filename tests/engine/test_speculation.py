@@ -417,3 +417,26 @@ def test_who_asks_for_no_drafts_pays_nothing_for_them(llm, monkeypatch, policy, 
         engine.step()
     assert bool(seen) == is_asked
     assert bool(engine.scheduler.speculation.counts.num_drafted) == is_asked
+
+
+class Noting(AsProposed):
+    """Notes beside how many it was asked."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def is_worth_asking(self, num_running):
+        self.seen.add(num_running)
+        return True
+
+
+def test_prompts_under_way_are_not_taken_for_decodes(llm):
+    """A limit of the batch is one of requests that decode: the other one never does."""
+    policy = Noting()
+    engine = engine_of(llm, speculating(PromptLookup(2, 4), policy=policy))
+    engine.add_request("0", EDIT, SamplingParams(**GREEDY, ignore_eos=True))
+    engine.step()
+    engine.add_request("1", EDIT[:110], SamplingParams(temperature=0, max_tokens=1))
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert policy.seen == {1}

@@ -58,10 +58,14 @@ def test_only_chunks_in_use_are_combined(num_chunks):
     parts = [x.at[:, :, :, 3].set(jnp.nan) for x in parts]
     expected = expected[:, :, :3].reshape(4, 6, 24)
     q = jnp.zeros(expected.shape, jnp.float32)
-    combine = jax.jit(functools.partial(triton.combine_chunks, chunk=10))
-    actual = combine(*parts, jnp.asarray(lengths, jnp.int32), q)
+    combine = functools.partial(triton.combine_chunks, chunk=10)
+    actual = jax.jit(combine)(*parts, jnp.asarray(lengths, jnp.int32), q)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     assert not np.asarray(actual[0]).any()
+    held = jnp.full((6, *q.shape[1:]), 7.0)  # rows of prompts are among those of decodes, and behind them
+    kept = np.asarray(jax.jit(functools.partial(combine, in_place=True))(*parts, jnp.asarray(lengths), held))
+    np.testing.assert_array_equal(kept[1:4], actual[1:])
+    assert (kept[[0, 4, 5]] == 7.0).all()
 
 
 @pytest.mark.parametrize(

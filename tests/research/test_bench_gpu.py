@@ -76,7 +76,7 @@ def test_kernels_part(tmp_path):
     values = read(out)
     results = values["results"]
     assert values["missing"] == {}
-    assert len(results["checks"]) == 2 * 2 * 3
+    assert len(results["checks"]) == 2 * 2 * 3 + 2 * 3 + 2 * 3
     assert all(row["passed"] and row["same_bits_again"] for row in results["checks"])
     assert [row["batch"] for row in results["decode attention"]] == [1, 4]
     assert [row["tokens"] for row in results["prefill attention"]] == [32]
