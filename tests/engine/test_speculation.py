@@ -436,7 +436,7 @@ def test_prompts_under_way_are_not_taken_for_decodes(llm):
     engine = engine_of(llm, speculating(PromptLookup(2, 4), policy=policy))
     engine.add_request("0", EDIT, SamplingParams(**GREEDY, ignore_eos=True))
     engine.step()
-    engine.add_request("1", EDIT[:110], SamplingParams(temperature=0, max_tokens=1))
+    engine.add_request("1", [*range(3, 153)], SamplingParams(temperature=0, max_tokens=1))  # three steps long
     while engine.has_unfinished_requests:
         engine.step()
     assert policy.seen == {1}
