@@ -192,7 +192,7 @@ def attend(
       scale: factor of the scores.
       window: how many of the latest tokens a query sees, its own included; None for all.
       soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None leaves them.
-      dtype: what the sum of parts is rounded to; None for the dtype of `qkv`.
+      dtype: what the sum of parts, or `qkv` itself, is rounded to; None for the dtype of `qkv`.
       implementation: one of `IMPLEMENTATIONS`, or None for the best on the default device.
 
     Returns:
@@ -216,7 +216,7 @@ def attend(
     backend, options = _backend(implementation, num_q_heads, pool, window, soft_cap)
     options |= {"layer": layer, "scale": scale}
     qkv, rope, pool, slot_mapping, decode, prompts = _arrays(qkv, rope, pool, slot_mapping, decode, prompts)
-    dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
+    dtype = _rounded_to(qkv, dtype)
     if hasattr(backend, "rotate_and_write"):
         pool, q = backend.rotate_and_write(qkv, rope, pool, slot_mapping, layer=layer, dtype=dtype)
     else:
@@ -373,6 +373,14 @@ def _check_projection(qkv: jax.Array, rope: RopeTable | None, pool: jax.Array) -
                 f"{(qkv.shape[-2], head_dim // 2)}, head_dim / 2 numbers a row"
             )
     return num_q_heads
+
+
+def _rounded_to(qkv: jax.Array, dtype: jnp.dtype | None) -> jnp.dtype:
+    """What a projection is rounded to."""
+    found = jnp.dtype(qkv.dtype if dtype is None else dtype)
+    if found.name not in DTYPES:
+        raise ConfigError(f"dtype is {found.name}: make it one of {', '.join(DTYPES)}")
+    return found
 
 
 def _check_decodes(num_rows: int, block_tables: jax.Array, lengths: jax.Array) -> None:

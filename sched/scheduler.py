@@ -99,18 +99,15 @@ class Scheduler:
                 f"enable_prefix_caching=True: {called(policy)} plans without a prefix cache; leave it "
                 "out, or take vllm_v1, adaptive or another preset"
             )
-        self.config = config
-        self.policy = policy
+        self.config, self.policy = config, policy
         parts = (getattr(policy, question, None) for question in ("admission", "victim"))
         self._learners = [watched(part) for part in parts if isinstance(part, LearningPolicy)]
         if speculation is not None:
             speculation.begin(policy, ledger)
             self._learners.append(speculation)
         self._length = watched(policy.length)
-        self.ledger = ledger
-        self.faults = Faults() if ledger is None else ledger.faults
-        self.num_scheduled = 0
-        self.is_planning = False
+        self.ledger, self.faults = ledger, Faults() if ledger is None else ledger.faults
+        self.num_scheduled, self.is_planning = 0, False
         self.clear()
 
     def clear(self) -> None:

@@ -349,6 +349,8 @@ def test_attend_is_rotation_a_write_and_both_attentions(implementation, num_deco
         assert relative_error(actual[used], expected[used]) < TOLERANCE[shape.dtype]
     with pytest.raises(ConfigError, match="attend needs decodes or prompts"):
         pallas_kernels.attend(qkv, rope, pool, slots, None, None, layer=LAYER, scale=1.0)
+    with pytest.raises(ConfigError, match="dtype is int8: make it one of float32, "):
+        pallas_kernels.attend(qkv, rope, pool, slots, decode, rest, layer=LAYER, scale=1.0, dtype=jnp.int8)
 
 
 @with_each
