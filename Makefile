@@ -25,7 +25,7 @@ help:
 	@echo "make lint         ruff, mypy, and which room may import which"
 	@echo "make check        lint and all of these: what CI runs"
 	@echo "make docs         the documentation as a site, in out/site"
-	@echo "make reproduce    the AdaptiveLLM paper's evaluation, and the choice of the default policy, simulated"
+	@echo "make reproduce    the AdaptiveLLM paper's evaluation, simulated"
 	@echo "make soak         random traffic for MINUTES=30, each preset in turn"
 	@echo "make bench        throughput and scheduler benchmarks of this machine"
 
@@ -129,9 +129,7 @@ soak: $(VENV)/.installed-dev
 	$(BIN)/python scripts/soak.py --minutes $(MINUTES)
 
 reproduce: $(VENV)/.installed-dev
-	$(BIN)/python scripts/reproduce_paper.py --measured benchmarks --out-dir out/paper --overwrite
-	$(BIN)/python scripts/compare_policies.py --requests 400 --samples benchmarks/profile-cpu-samples.json \
-		--out-dir out/policies --overwrite
+	$(BIN)/python scripts/reproduce_paper.py --out-dir out/paper --overwrite
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,9 +9,8 @@
 Parts: `table3` (speed-ups at 64 output tokens), `readings` (the same under every setting the paper's text
 allows; simulated), `fig3` (throughput against the output length), `fig4` (weighted turnaround against the
 batch limit), `control` (Section 4.6: predicting, and then recomputing all the same; timed, so simulated one
-run at a time, and never resumed) and `swap_both` (vLLM_s by another rule). With --measured the report also
-has the errors of predictors on a real device (Section 4.5, Fig. 5), from `ladder-cpu.json` in that folder.
-All ends in `results.json`, figures, `report.md`, the same as `report.html`, and long tables in `appendix.md`.
+run at a time, and never resumed) and `swap_both` (vLLM_s by another rule). All ends in `results.json`,
+figures, `report.md`, the same as `report.html`, and long tables in `appendix.md`.
 
 `--executor sim` drives the engine's own scheduler with a virtual clock; its device is a roofline of an
 A800-80GB-PCIe from data-sheet constants and stated efficiencies (`jaxllm.predictors.roofline`), or with
@@ -38,7 +37,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from paper import appendix, measured, report_figures, report_readings
+from paper import appendix, report_figures, report_readings
 from paper import report as sections
 from paper.cells import (
     BATCH_LIMITS,
@@ -245,7 +244,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--samples", help="measurements of a real profile (`jaxllm profile --samples`)")
     parser.add_argument("--costs", choices=COSTS, help="of the simulated device (default: roofline)")
-    parser.add_argument("--measured", type=pathlib.Path, help="folder with ladder-cpu.json")
     parser.add_argument("--jobs", type=int, help="processes, with sim (default: 2)")
     parser.add_argument(
         "--out-dir",
@@ -313,8 +311,6 @@ def check(args: argparse.Namespace) -> None:
             parse_arrivals(arrivals)
     if args.samples is not None:
         load_samples(args.samples)
-    if args.measured is not None and not args.measured.is_dir():
-        raise ConfigError(f"--measured {args.measured}: is no folder")
     data = dict(item.partition("=")[::2] for item in args.data)
     if not set(data) <= set(args.datasets):
         raise ConfigError(
@@ -396,15 +392,11 @@ def main(argv: list[str] | None = None) -> None:
         lines += report_figures.fig4(rows, folder)
     if "control" in args.parts:
         lines += control(rows, is_simulated)
-    if args.measured is not None:
-        lines += measured.measured(args.measured, folder)
     if args.trace is None:
         lines += sections.datasets(args.data)
     behind += appendix.figures(rows)
     if "swap_both" in args.parts:
         behind += appendix.swapping(rows)
-    if args.measured is not None:
-        behind += measured.candidates(args.measured)
     values = {
         "command": command,
         "device": simulated_device(args).spec().name if is_simulated else facts,

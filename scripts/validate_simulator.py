@@ -36,7 +36,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from policies.cells import CHANGED, COMBINED, policy_of
 from simulation_errors import describe, draw, ratios, summary, verdicts
 from sweep.options import ARRIVALS_HELP, arrivals_of, list_of
 
@@ -143,7 +142,7 @@ def host_work(profiler: Profiler, work: Work) -> HostWork:
 def play(llm: LLM, preset: str, trace: Trace, config: SchedulerConfig, costs: CostModel) -> Run:
     """One run of the real engine."""
     calibration = OnlineCalibration(costs)
-    result = replay(llm, trace, config, policy_of(preset, calibration), costs=calibration)
+    result = replay(llm, trace, config, make_preset(preset, calibration), costs=calibration)
     return Run(result, {kind: one.factor for kind, one in calibration.report().items()})
 
 
@@ -157,7 +156,7 @@ def simulated_run(
 ) -> RunResult:
     """The simulation of what `play` does: the policy goes by `predicted`, corrected; `costs` come to pass."""
     calibration = OnlineCalibration(predicted)
-    policy = policy_of(preset, calibration)
+    policy = make_preset(preset, calibration)
     return simulate(trace, config, policy, costs, overlap_swaps=True, calibration=calibration)
 
 
@@ -249,9 +248,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     with parser.errors():
         check_picture(args.plot)
-    known = {*PRESETS, *COMBINED, *CHANGED}
-    if unknown := sorted(set(args.presets) - known):
-        parser.error(f"--presets: there is no {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    if unknown := sorted(set(args.presets) - set(PRESETS)):
+        parser.error(f"--presets: there is no {', '.join(unknown)}; there are {', '.join(sorted(PRESETS))}")
     counts = (args.requests, args.prompt_len, args.output_len, args.max_num_seqs, args.gpu_blocks)
     if min(*counts, args.host_blocks) < 1 or min(args.repetitions, args.max_num_seqs) < 2:
         parser.error(

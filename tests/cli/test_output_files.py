@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import bench_speculation
-import profile_ladder
 import pytest
 import validate_simulator
 
@@ -60,7 +59,7 @@ def test_a_scripts_parser_looks_at_files_and_folders(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("script", "option"),
-    [(profile_ladder, "--plot"), (validate_simulator, "--plot"), (bench_speculation, "--simulate")],
+    [(validate_simulator, "--plot"), (bench_speculation, "--simulate")],
 )
 def test_a_script_names_a_picture_that_cannot_be_drawn(script, option, tmp_path, capsys):
     with pytest.raises(SystemExit):

@@ -1,9 +1,7 @@
 """The scripts about what requests have in common, and simulations of it."""
 
-import json
 import re
 
-import compare_caches
 import demo_conversation
 import numpy as np
 import pytest
@@ -13,26 +11,6 @@ from jaxllm.research.simulator.run import simulate
 from jaxllm.research.workloads import Poisson, make_conversations
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import make_preset
-
-
-def test_the_comparison_writes_a_report(tmp_path):
-    arguments = ["--seconds", "8", "--rates", "1", "--models", "llama-2-70b", "--jobs", "1"]
-    systems = ["vllm_v1, no cache", "vllm_v1", "pensieve", "adaptive", "hindsight"]
-    arguments += ["--engine-conversations", "8", "--engine-repetitions", "1", "--engine-think", "0.02"]
-    arguments += ["--engine-profile-seconds", "0"]
-    compare_caches.main([*arguments, "--systems", ";".join(systems), "--out-dir", str(tmp_path)])
-    results = json.loads((tmp_path / "results.json").read_text())
-    rows, on_engine = results["rows"], results["engine"]["rows"]
-    assert [row["system"] for row in on_engine] == systems[:-1]
-    assert on_engine[0]["share_found"] == 0 < on_engine[1]["share_found"]
-    assert [row["system"] for row in rows] == systems
-    assert rows[0]["share_found"] == 0 < rows[1]["share_found"]
-    assert rows[1]["prefill_tokens"] < rows[0]["prefill_tokens"]
-    text = (tmp_path / "report.md").read_text()
-    assert "## llama-2-70b on 4, 1 conversations/s" in text
-    assert "`adaptive` over the best published" in text
-    with pytest.raises(SystemExit):
-        compare_caches.main(["--systems", "none", "--out-dir", str(tmp_path)])
 
 
 def test_the_demo_finds_the_first_turn(capsys):

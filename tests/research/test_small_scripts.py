@@ -1,4 +1,4 @@
-"""Scripts that compare orders and iterations, on few requests."""
+"""Scripts that time decisions and products, and compare KV of fewer bytes."""
 
 import json
 import sys
@@ -6,59 +6,7 @@ import sys
 import bench_products
 import bench_scheduler
 import compare_kv
-import compare_orders
 import pytest
-from compare_orders import load_at
-
-from jaxllm.sched.baselines import VLLM025
-
-
-def test_orders_are_compared_over_load(tmp_path):
-    options = ["--requests", "300", "--loads", "0.5,3", "--seeds", "0", "--jobs", "1"]
-    compare_orders.main([*options, "--arrivals", "gamma", "--out-dir", str(tmp_path)])
-    results = json.loads((tmp_path / "results.json").read_text())
-    cells = {(row["order"], row["load"]): row for row in results["cells"]}
-    assert len(results["cells"]) == len(cells) == 2 * len(compare_orders.ORDERS)
-    for row in cells.values():
-        assert min(row["slowdown"]) >= 0.99
-        assert row["p99_latency"] >= row["mean_latency"] > 0
-        assert 0 <= row["goodput"] <= 1
-    perfect, none = cells["least_work, perfect", 3.0], cells["least_work, none", 3.0]
-    assert perfect["mean_latency"] < none["mean_latency"]
-    in_order = cells["adaptive_throughput", 3.0]
-    assert none["mean_latency"] == in_order["mean_latency"], "who knows nothing serves in order"
-    report = (tmp_path / "report.md").read_text()
-    assert "## gamma, load 3" in report
-    assert report.count("| fastserve | ") == 3
-    assert (tmp_path / "orders.png").stat().st_size > 1000
-    assert str(tmp_path) not in report
-
-
-def test_the_load_at_a_latency_is_interpolated():
-    assert load_at([(0.5, 1.0), (1.0, 2.0), (2.0, 4.0)], 3.0) == 1.5
-    assert load_at([(0.5, 1.0), (1.0, 2.0)], 3.0) is None
-
-
-def test_orders_are_the_presets():
-    costs = compare_orders.costs()
-    assert compare_orders.policy_of("vllm", costs) == VLLM025()
-    assert compare_orders.policy_of("shortest, none", costs).length is None
-    for order in compare_orders.ORDERS:
-        compare_orders.policy_of(order, costs)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--arrivals", "uniform"], "name some of poisson, gamma"),
-        (["--loads", "0"], "--loads must lie above 0"),
-        (["--noise", "-1"], "--noise from 0 to 10"),
-    ],
-)
-def test_wrong_arguments_of_orders(options, message, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        compare_orders.parse_args([*options, "--out-dir", str(tmp_path)])
-    assert message in capsys.readouterr().err
 
 
 def test_decisions_of_every_system_are_timed(monkeypatch):

@@ -1,1 +1,0 @@
-"""Parts of `scripts/profile_ladder.py`: models, measurements, fits, report."""
