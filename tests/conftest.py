@@ -16,11 +16,11 @@ _HERE = Path(__file__).resolve().parent
 sys.path += [str(one) for one in (_HERE, *_HERE.iterdir(), _HERE.parent / "scripts") if any(one.glob("*.py"))]
 
 # Tiny models spend their time in the compiler, not in the code it makes. Parity compiles as users do.
-_FLAGS = ["--xla_backend_optimization_level=0"]
-if metadata.version("jax").startswith("0.10."):  # later ones have no other emitters
-    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 if os.environ.get("TEST_XLA") != "default":
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    if metadata.version("jax").startswith("0.10."):  # later ones have no other emitters
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Programs compiled by one test process are reused by the others.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "jaxllm-test-xla"))
@@ -35,7 +35,18 @@ settings.register_profile("long", max_examples=2500, deadline=None)  # --hypothe
 settings.load_profile("jaxllm")
 
 
-_MAPS, _MAX_MAPS = Path("/proc/self/maps"), 16_000
+@pytest.fixture(scope="module")
+def optimised():
+    """For files of tests whose programs run for longer than they compile."""
+    import jax  # not before its settings are made
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+_MAPS, _MAX_MAPS = Path("/proc/self/maps"), 32_000
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,5 @@
 """What JAX does with the pure functions: gradients, batches of batches, programs for other processes."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -22,6 +21,9 @@ from jaxllm.models.registry import in_format
 
 NAME = "llama_gqa"
 BLOCK = 16
+
+
+logits = jax.jit(F.logits, static_argnums=1)
 
 
 def load(name=NAME):
@@ -95,7 +97,7 @@ def test_a_mask_says_which_tokens_count(model, tokens):
 def test_padding_at_the_end_changes_nothing_before_it(model, tokens):
     config, params = model
     padded = np.pad(tokens, ((0, 0), (0, 5)), constant_values=7)
-    close(F.logits(params, config, padded)[:, :12], F.logits(params, config, tokens), atol=1e-5)
+    close(logits(params, config, padded)[:, :12], logits(params, config, tokens), atol=1e-5)
 
 
 def test_rematerialised_scanned_and_mapped_gradients_are_the_same(model, tokens, gradients):
@@ -126,140 +128,6 @@ def test_models_side_by_side(model, tokens):
         close(found[i], alone, atol=1e-4)
 
 
-def test_rows_over_devices(tmp_path):
-    """Two devices, which a process has to be started with."""
-    code = f"""
-        import jax, jax.numpy as jnp, numpy as np
-        from jax.sharding import AxisType, PartitionSpec as P
-        from jaxllm import functional as F, pallas_kernels
-        from jaxllm.errors import ConfigError
-        from jaxllm.loading import load_params
-        from jaxllm.models.config import config_from_dict, read_hf_config
-        folder = {str(golden_checkpoint(NAME))!r}
-        config = config_from_dict(read_hf_config(folder))
-        params = jax.device_get(load_params(folder, config, "float32"))
-        tokens = np.random.default_rng(0).integers(1, config.vocab_size, (4, 12))
-        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-        split = jax.shard_map(
-            lambda p, t: jax.lax.pmean(F.loss(p, config, t), "data"),
-            mesh=mesh, in_specs=(P(), P("data")), out_specs=P(),
-        )
-        found = jax.jit(jax.value_and_grad(split))(params, tokens)
-        whole = jax.jit(jax.value_and_grad(lambda p: F.loss(p, config, tokens)))(params)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), found, whole)
-
-        def answers(p, t, implementation):
-            lengths = 0 * t[:, 0] + 12
-            cache, scores = F.prefill(
-                p, config, F.init_cache(config, len(t), 16), t, lengths, implementation=implementation
-            )
-            key = jax.random.key(0)
-            made = F.generate(p, config, t, lengths, 3, key, implementation=implementation)
-            return F.decode(
-                p, config, cache, made.tokens[:, 0], lengths + 1, implementation=implementation
-            )[1], *made
-
-        one = jax.jit(answers, static_argnums=2)(params, tokens, "reference")
-        for implementation in ("xla", "native", "reference"):
-            split = jax.shard_map(
-                lambda p, t: answers(p, t, implementation),
-                mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"),
-            )
-            several = jax.jit(split)(params, tokens)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), several, one)
-
-        queries, pool = jnp.ones((4, 2, 16)), jnp.ones((4, 1, 2, 2, 16, 16))
-        tables, lengths = jnp.arange(4)[:, None], jnp.full(4, 3)
-        for implementation in ("xla", "native", "reference"):
-            attend = lambda q: pallas_kernels.decode_attention(
-                q, pool, tables[:2], lengths[:2], layer=0, scale=1.0, implementation=implementation
-            )
-            split = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-            np.testing.assert_allclose(jax.jit(split)(queries), np.ones_like(queries), atol=1e-6)
-            alike = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P())
-            try:
-                jax.eval_shape(alike, queries)
-            except ValueError as error:
-                assert "replicated" in str(error) or "vary" in str(error), error
-            else:
-                raise AssertionError("of " + implementation + " all devices are said to have the same rows")
-
-        lengths = np.full(4, 12)
-
-        def sampled(scale, params=params, edit=None):
-            key = jax.random.fold_in(jax.random.key(0), (8 * scale[0]).astype(int))
-            made = F.generate(
-                params, config, tokens, lengths, 3, key, temperature=scale[0], top_k=9, top_p=0.9, edit=edit
-            )
-            return made.tokens
-
-        filled, _ = F.prefill(
-            params, config, F.init_cache(config, 4, 16), tokens, lengths, implementation="reference"
-        )
-
-        def continued(scale, implementation):
-            cache = F.KVCache(filled.pool * scale[0], filled.block_tables)
-            cache, scores = F.decode(
-                params, config, cache, tokens[:, 0], lengths + 1, implementation=implementation
-            )
-            more = F.prefill(
-                params, config, cache, tokens[:, :2], np.full(4, 2), cached=lengths + 1,
-                implementation=implementation,
-            )[1]
-            return scores, more
-
-        scales = np.array([0.5, 1.0], np.float32)
-        for one in (
-            sampled,
-            lambda scale: sampled(scale, jax.tree.map(lambda x: x * scale[0], params)),
-            lambda scale: sampled(scale, edit=lambda layer, x: x * scale[0]),
-        ):
-            split = jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-            whole = [jax.jit(one)(scale) for scale in np.split(scales, 2)]
-            np.testing.assert_array_equal(jax.jit(split)(scales), np.concatenate(whole))
-        whole = [jax.jit(continued, static_argnums=1)(one, "reference") for one in np.split(scales, 2)]
-        for implementation in ("xla", "native", "reference"):
-            split = jax.shard_map(
-                lambda scale: continued(scale, implementation),
-                mesh=mesh, in_specs=P("data"), out_specs=P("data"),
-            )
-            for several, *expected in zip(jax.jit(split)(scales), *whole):
-                np.testing.assert_allclose(several, np.concatenate(expected), rtol=2e-4, atol=1e-5)
-
-        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
-        rows = jax.device_put(tokens, jax.NamedSharding(mesh, P("data")))
-        by_row = jax.device_put(np.full(4, 0.5, np.float32), jax.NamedSharding(mesh, P("data")))
-        mask = jax.device_put(np.ones((4, 12), np.float32), jax.NamedSharding(mesh, P("data")))
-        for name, call in (
-            ("tokens", lambda: F.logits(params, config, rows)),
-            ("mask", lambda: F.loss(params, config, tokens, mask)),
-            (
-                "temperature",
-                lambda: F.generate(
-                    params, config, tokens, lengths, 3, jax.random.key(0), temperature=by_row
-                ),
-            ),
-        ):
-            try:
-                call()
-            except ConfigError as error:
-                assert str(error).startswith(name + " is sharded by P('data'"), error
-                assert "over axes of type Explicit: call the function inside" in str(error), error
-            else:
-                raise AssertionError("no error")
-        with jax.set_mesh(mesh):
-            inside = jax.sharding.auto_axes(
-                lambda p, t: F.logits(p, config, t), out_sharding=P("data")
-            )(params, rows)
-        np.testing.assert_allclose(inside, F.logits(params, config, tokens), atol=1e-4)
-        print(len(found[1]), "gradients")
-    """
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env={**os.environ, **flags}, check=True, capture_output=True, text=True)
-    assert int(done.stdout.split()[0]) > 10
-
-
 def test_an_exported_program_gives_the_same_logits_elsewhere(model, tokens, tmp_path):
     """Of any number of rows and tokens, in a process that knows nothing of the model."""
     config, params = model
@@ -283,8 +151,8 @@ def test_an_exported_program_gives_the_same_logits_elsewhere(model, tokens, tmp_
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, check=True)
     with np.load(tmp_path / "found.npz") as found:
-        close(found["a"], F.logits(params, config, tokens), atol=1e-5)
-        close(found["b"], F.logits(params, config, tokens[:1, :5]), atol=1e-5)
+        close(found["a"], logits(params, config, tokens), atol=1e-5)
+        close(found["b"], logits(params, config, tokens[:1, :5]), atol=1e-5)
 
 
 def test_losses_gradients_and_traces_are_exported_for_any_batch_and_length(model, tokens):
@@ -299,7 +167,11 @@ def test_losses_gradients_and_traces_are_exported_for_any_batch_and_length(model
         (lambda p, t: F.trace(p, config, t), (struct,), (tokens,)),
     ):
         written = export.export(jax.jit(function))(params, *structs).serialize()
-        close(export.deserialize(written).call(params, *arguments), function(params, *arguments), atol=1e-4)
+        close(
+            export.deserialize(written).call(params, *arguments),
+            jax.jit(function)(params, *arguments),
+            atol=1e-4,
+        )
 
 
 def test_generation_is_exported_where_it_has_no_kernels(model, tokens):
@@ -332,7 +204,7 @@ def test_generation_is_exported_for_any_batch(model, tokens, implementation, siz
     again = export.deserialize(program.serialize())
     for some in (tokens[:, :12], tokens[:3, :12]):
         arguments = jnp.asarray(some, jnp.int32), jnp.full(len(some), 9, jnp.int32), key
-        assert again.call(params, *arguments).tolist() == answer(params, *arguments).tolist()
+        assert again.call(params, *arguments).tolist() == jax.jit(answer)(params, *arguments).tolist()
 
 
 @pytest.mark.parametrize(("implementation", "sizes"), [("native", "b, 12"), (None, "b, 12"), ("xla", "b, l")])
@@ -528,7 +400,7 @@ def test_a_gradient_of_a_steering_vector_through_kernels_is_refused_by_name(impl
 def test_what_goes_on_with_a_cache_is_scored_like_the_whole(model, tokens):
     """Chunks behind what is cached, of different lengths, all of whose tokens are scored."""
     config, params = model
-    whole = np.asarray(F.logits(params, config, tokens))
+    whole = np.asarray(logits(params, config, tokens))
     cache = F.init_cache(config, 4, 16, 4)
     before, lengths = np.array([1, 4, 6, 11]), np.array([5, 2, 6, 1])
     cache, _ = F.prefill(params, config, cache, tokens[:, :11], before)
@@ -556,12 +428,12 @@ def test_forks_go_on_by_themselves(model, tokens):
     forked = jax.jit(F.fork)(cache, np.array([2, 2, 0]))
     continued = np.array([[5, 6], [7, 8], [9, 10]])
     rows = np.concatenate([tokens[[2, 2, 0], :9], continued], axis=1)
-    whole = F.logits(params, config, rows)
+    whole = logits(params, config, rows)
     for step in range(2):
         forked, found = F.decode(params, config, forked, continued[:, step], np.full(3, 10 + step))
         close(found, whole[:, 9 + step], atol=1e-4)
     _, untouched = F.decode(params, config, cache, tokens[:, 9], np.full(4, 10))
-    close(untouched, F.logits(params, config, tokens)[:, 9], atol=1e-4)
+    close(untouched, logits(params, config, tokens)[:, 9], atol=1e-4)
     with pytest.raises(RequestError, match=r"rows=.* must be from 0 to 3"):
         F.fork(cache, np.array([4]))
 
@@ -571,7 +443,7 @@ def test_a_trace_holds_what_scores_are_made_of(name):
     config, params = load(name)
     some = np.random.default_rng(1).integers(1, config.vocab_size, (2, 9))
     found = jax.jit(lambda p: F.trace(p, config, some))(params)
-    close(found.logits, F.logits(params, config, some), atol=1e-5)
+    close(found.logits, logits(params, config, some), atol=1e-5)
     assert len(found.hidden) == config.num_layers + 1
     assert len(found.queries) == len(found.keys) == len(found.values) == config.num_layers
     assert found.queries[0].shape == (2, 9, config.num_heads, config.head_dim)
@@ -613,7 +485,7 @@ def test_packed_weights_of_an_engine_have_the_same_logits_and_gradients(model, t
     packed = {name: in_format(config, formats, name, weight) for name, weight in params.items()}
     if not any(isinstance(weight, Weight) for weight in packed.values()):
         pytest.skip("this machine has no native products")
-    close(F.logits(packed, config, tokens), F.logits(params, config, tokens), atol=1e-5)
+    close(F.logits(packed, config, tokens), logits(params, config, tokens), atol=1e-5)
     found = jax.grad(lambda p: F.loss(p, config, tokens))(packed)
     assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in packed.items()}
     close(found["norm.weight"], gradients["norm.weight"])

@@ -1,6 +1,7 @@
 """Weights in formats of their own: their arithmetic, their native products, and engines that hold them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,22 @@ def random(seed, num_rows, in_features, out_features):
     return x * np.exp(rng.normal(size=(num_rows, 1))).astype(np.float32), weight, bias
 
 
+@functools.partial(jax.jit, static_argnames="relu")
+def multiply(held, x, bias, relu):
+    """One program, where each operation would be compiled for each shape."""
+    return held.multiply(x, bias=bias, relu=relu)
+
+
+@jax.jit
+def rows_of(held, ids):
+    return held.rows(ids)
+
+
+@jax.jit
+def portable(held):
+    return held.portable()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_products_are_exact_with_every_instruction(shape, monkeypatch):
     monkeypatch.setattr(machine_code, "linear_shape", lambda numbers: shape)
@@ -91,17 +108,15 @@ def test_int8_products_are_exact_with_every_instruction(shape, monkeypatch):
 )
 def test_int8_products_are_the_same_here_and_everywhere(num_rows, sixteenths, out_features, relu, seed):
     x, weight, bias = random(seed, num_rows, 16 * sixteenths, out_features)
-    everywhere = INT8.make(jnp.asarray(weight))
-    here = INT8_HERE.make(jnp.asarray(weight))
-    arguments = {"bias": jnp.asarray(bias), "relu": relu}
+    everywhere, here = jax.jit(lambda weight: (INT8.make(weight), INT8_HERE.make(weight)))(weight)
     expected = oracle(x, weight, bias)
     expected = np.maximum(expected, 0) if relu else expected
     for one in (everywhere, here):
         assert one.shape == weight.shape
-        np.testing.assert_allclose(one.multiply(jnp.asarray(x), **arguments), expected, rtol=2e-6, atol=1e-5)
-    ids = jnp.asarray(np.random.default_rng(seed).integers(0, out_features, 9))
-    np.testing.assert_array_equal(here.rows(ids), everywhere.rows(ids))
-    back = here.portable()
+        np.testing.assert_allclose(multiply(one, x, bias, relu), expected, rtol=2e-6, atol=1e-5)
+    ids = np.random.default_rng(seed).integers(0, out_features, 9)
+    np.testing.assert_array_equal(rows_of(here, ids), rows_of(everywhere, ids))
+    back = portable(here)
     np.testing.assert_array_equal(back.codes, everywhere.codes)
     np.testing.assert_array_equal(back.scales, everywhere.scales)
 
@@ -176,27 +191,27 @@ def test_structures_are_those_of_what_is_made(held, dtype, is_native):
 )
 def test_products_of_codes_are_those_of_their_numbers(held, num_rows, width, out_features, relu, seed):
     x, weight, bias = random(seed, num_rows, 128 * width, out_features)
-    made = held.make(jnp.asarray(weight))
+    made = jax.jit(held.make)(weight)
     if made.order is not None:
         made = dataclasses.replace(
             made, order=jnp.asarray(np.random.default_rng(seed).permutation(128 * width))
         )
     if made.offsets is not None:
         made = dataclasses.replace(made, offsets=-3 * made.scales)
-    here = made.for_cpu()
+    here = jax.jit(lambda one: one.for_cpu())(made)
     assert here.is_native
-    back, ids = here.portable(), jnp.arange(out_features)
+    back, ids = portable(here), np.arange(out_features)
     for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(back), strict=True):
         np.testing.assert_array_equal(one, other)
-    numbers = np.asarray(made.rows(ids), np.float64)
-    np.testing.assert_allclose(here.rows(ids), numbers, rtol=1e-6)
+    numbers = np.asarray(rows_of(made, ids), np.float64)
+    np.testing.assert_allclose(rows_of(here, ids), numbers, rtol=1e-6)
     down, up = (np.asarray(one, np.float64) for one in rounded_inputs(x, made))
     expected = down @ numbers.T + bias
     expected = np.maximum(expected, 0) if relu else expected
     size = np.abs(x).max(axis=1, keepdims=True)
     room = 2e-5 * np.sqrt(128 * width) * size + np.abs(up - down) @ np.abs(numbers.T)
     for one in (made, here):
-        found = np.asarray(one.multiply(jnp.asarray(x), bias=jnp.asarray(bias), relu=relu))
+        found = np.asarray(multiply(one, x, bias, relu))
         np.testing.assert_array_less(np.abs(found - expected), room)
 
 
@@ -391,13 +406,14 @@ def test_numbers_of_16_bits_are_multiplied_as_float32_bit_for_bit(
     stored, num_rows, width, out_features, relu, seed
 ):
     x, weight, bias = random(seed, num_rows, width, out_features)
-    weight = jnp.asarray(weight).astype(stored).astype(jnp.float32)
-    wide, narrow = (LinearFormat(is_native=True, stored=one).make(weight) for one in ("", stored))
+    weight = weight.astype(np.dtype(stored)).astype(np.float32)
+    formats = [LinearFormat(is_native=True, stored=one) for one in ("", stored)]
+    wide, narrow = jax.jit(lambda weight: [one.make(weight) for one in formats])(weight)
     assert (wide.panels.dtype, narrow.panels.dtype) == (jnp.float32, stored)
-    expected, found = (np.asarray(one.multiply(x, bias=bias, relu=relu)) for one in (wide, narrow))
+    expected, found = (np.asarray(multiply(one, x, bias, relu)) for one in (wide, narrow))
     np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(narrow.rows(jnp.arange(out_features)), weight)
-    np.testing.assert_array_equal(narrow.portable(), weight)
+    np.testing.assert_array_equal(rows_of(narrow, np.arange(out_features)), weight)
+    np.testing.assert_array_equal(portable(narrow), weight)
 
 
 def test_a_checkpoint_of_16_bits_is_held_as_it_is(caplog):

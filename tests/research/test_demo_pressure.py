@@ -3,8 +3,11 @@
 import sys
 
 import demo_pressure
+import pytest
 
 from jaxllm.engine.ledgers import read_ledger
+
+pytestmark = pytest.mark.usefixtures("optimised")
 
 
 def test_the_demo_prints_presets_decisions_and_a_timeline(monkeypatch, capsys, tmp_path):

@@ -17,6 +17,8 @@ from jaxllm.predictors.base import step_kind
 from jaxllm.research.intervals import ratio_interval
 from jaxllm.sched.config import SchedulerConfig
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 OPTIONS = ["--requests", "8", "--gpu-blocks", "12", "--host-blocks", "12", "--max-num-seqs", "4"]
 OPTIONS += ["--profile-seconds", "1"]
 SWEEP_OPTIONS = [*OPTIONS, "--output-lengths", "48", "--seeds", "0,1", "--out-dir"]

@@ -21,6 +21,8 @@ from jaxllm.sched.proposers.ngram import PromptLookup
 from jaxllm.sched.speculation import Speculation
 from jaxllm.types import MAX_DECODE_STEPS
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 VOCAB, HIDDEN, SLOTS, MOST = 384, 64, 64, 3
 PROMPT, LENGTH = [5, 9, 9, 40], 40
 NUM_REQUESTS = {"temperature": 1280, "samples": 1280}

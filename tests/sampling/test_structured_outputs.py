@@ -17,6 +17,8 @@ from jaxllm.executor import compile_stats
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.sampling.token_masks import BadWords, MaskThreads, TokenMask, TokenMasks, fill_masks
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 EMAIL = r"[a-z]{3,8}@[a-z]{2,5}\.(com|org)"
 PERSON = {
     "type": "object",
