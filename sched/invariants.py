@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Collection, Iterable
 
 from jaxllm.errors import KVCacheError
@@ -60,11 +61,12 @@ def check_invariants(state: SchedulerState, held_ids: Collection[int] = ()) -> N
     holders += loading
     sizes |= {r: pool.blocks_for(r.kept_ranges[-1][1]) for r in holders if r.kept_ranges}
     _require_each(holders, lambda r: len(r.block_ids) == sizes[r], "table size")
-    held = [*held_ids, *(block_id for request in holders for block_id in request.block_ids)]
+    tails = (tail for _, tail in state.tails.values())
+    held = itertools.chain(held_ids, *tails, *(request.block_ids for request in holders))
     counts = collections.Counter(held)
     _require(
         len(counts) == pool.num_used and all(pool.num_references(one) == counts[one] for one in counts),
-        f"{pool.num_used} blocks are used; tables hold {len(held)}, {len(counts)} distinct",
+        f"{pool.num_used} blocks are used; tables hold {counts.total()}, {len(counts)} distinct",
     )
     slots = [*state.free_slots, *(r.slot for r in holders if r.slot is not None)]
     _require(sorted(slots) == list(range(state.config.max_num_seqs)), f"slots free or held: {sorted(slots)}")

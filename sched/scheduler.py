@@ -55,7 +55,7 @@ class Scheduler:
     policy raises leaves everything as it was. Lengths advance when a step is scheduled, not when its tokens
     are known, so that the host can run one step ahead. A request whose last token (by length) has been
     scheduled is `ending`: the step still reads its block table, so what it holds is released at the next
-    `schedule`, and it stays RUNNING until `finish` is called.
+    `schedule` (full blocks that lack names once its tokens are known), and it stays RUNNING until `finish`.
 
     A swapped request's device blocks are free at once: the executor reads them out, in the order of the
     device's programs, before whoever gets them next writes. Coming back it goes on in the same iteration, or
@@ -390,10 +390,8 @@ class Scheduler:
             elif is_filled:
                 state.leave(request)
             state.release(request, is_filled=is_filled)
-        del state.live[request.request_id]
-        state.under_way.pop(request.request_id, None)
+        state.forget(request)
         state.progress.num_ended += 1
-        state.num_read.pop(request.request_id, None)
         self._tell_of_end(request, reason)
         if self.ledger is not None:
             self.ledger.finished(request.request_id)

@@ -44,6 +44,8 @@ class SchedulerState:
         verifying: those whose drafts are being verified, until somebody says how many were right.
         sitting_out: ids of all that do, of queued ones, too.
         ending: those whose last token has been scheduled, and which still hold what they held.
+        tails: by id, full blocks that released requests hold until their tokens, and so the blocks' names,
+            are known; and the number of the first of them.
         being_read: by handle, host blocks that files are read into, what these hold, and host blocks that
             are kept for those who wait for it.
         awaited: reads that waiting requests wait for, by id.
@@ -93,6 +95,7 @@ class SchedulerState:
         self.verifying: list[Request] = []
         self.sitting_out: Collection[str] = ()
         self.ending: list[Request] = []
+        self.tails: dict[str, tuple[int, list[int]]] = {}
         self.copied_out_at: dict[str, float] = {}
         self.copy_out_until = self.copy_in_until = float("-inf")
         self._queued: list[tuple[int, int, Request]] = []  # a heap; with some that are queued no longer
@@ -169,7 +172,7 @@ class SchedulerState:
     def settle(self, copies: CopyProgress, now: float) -> None:
         """Take what has happened since the last iteration: ends, and the progress of copies."""
         for request in self.ending:
-            self.release(request)
+            self._release_ended(request)
         self.ending = []
         for swap in [swap for handle, swap in self.loading.items() if handle in copies.arrived]:
             self.join(swap)
@@ -252,6 +255,33 @@ class SchedulerState:
         """Give a request the blocks it lacks for its first `num_tokens`."""
         if num_blocks := self.num_missing(request, num_tokens):
             request.block_ids += self.pool.allocate(num_blocks)
+
+    def _release_ended(self, request: Request) -> None:
+        """Release a request whose last token has been scheduled, but for what only its tokens will name.
+
+        Where room is short it is released whole.
+        """
+        tail: list[int] = []
+        is_roomy = self.pool.num_free > len(self.live)
+        if self.config.enable_prefix_caching and request.num_in_flight and is_roomy:
+            self.lookups.name_blocks(request, request.num_known_tokens - 1)
+            first, stop = request.num_named_blocks, request.num_computed_tokens // self.pool.block_size
+            tail = request.block_ids[first:stop]
+        self.pool.acquire(tail)
+        self.release(request)
+        if tail:
+            self.tails[request.request_id] = first, tail
+
+    def forget(self, request: Request) -> None:
+        """Let go of a request that has ended, and holds at most full blocks that its last tokens name."""
+        request_id = request.request_id
+        del self.live[request_id]
+        self.under_way.pop(request_id, None)
+        self.num_read.pop(request_id, None)
+        if (found := self.tails.pop(request_id, None)) is not None:
+            request.num_named_blocks, tail = found
+            self.lookups.name_tail(request, tail)
+            self.pool.release(tail)
 
     def release(self, request: Request, *, is_filled: bool = True) -> None:
         """Free a request's blocks and slot. Its old block table is left as it is for those who read it.

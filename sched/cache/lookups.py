@@ -43,6 +43,15 @@ class Lookups:
 
     def name_blocks(self, request: Request, limit: int = sys.maxsize) -> None:
         """Let others find a holder's full blocks whose tokens are known, of its first `limit` tokens."""
+        self._name(request, request.block_ids, 0, limit)
+
+    def name_tail(self, request: Request, block_ids: list[int]) -> None:
+        """Let others find those of the blocks behind its named ones that a request that ends has filled."""
+        # A row that sampled an end token may not have computed it.
+        self._name(request, block_ids, request.num_named_blocks, request.num_known_tokens - 1)
+
+    def _name(self, request: Request, block_ids: list[int], offset: int, limit: int) -> None:
+        """Name those of `block_ids`, the first of which is the request's block number `offset`."""
         num_computed, first = min(request.num_computed_tokens, limit), request.num_named_blocks
         if self._is_on:
             learn_names(request, num_computed, self._block_size)
@@ -51,7 +60,7 @@ class Lookups:
         if stop <= first:
             return
         for place in range(first, stop):
-            block_id, name = request.block_ids[place], names[place]
+            block_id, name = block_ids[place - offset], names[place]
             self._pool.name(block_id, name)
             if self.collects_filled:
                 self.filled.append((block_id, name))

@@ -137,6 +137,49 @@ def test_outputs_are_found_by_the_next_turn():
     assert second.num_cached_tokens == 12  # of 13, the last of which was never computed
 
 
+def run_ahead(scheduler, request, max_decode_steps):
+    """As an engine that schedules each iteration before it has read the one before, until all is released."""
+    scheduler.add(request)
+    pending = scheduler.schedule(0.0)
+    while request.slot is not None:
+        output = scheduler.schedule(0.0, max_decode_steps=max_decode_steps)
+        scheduler.check()
+        if request.slot is not None:
+            request.output_token_ids += [0] * (pending.num_decode_steps - 1)
+            take(scheduler, pending)
+            pending = output
+    return pending
+
+
+@pytest.mark.parametrize("max_decode_steps", [1, 3, 4])
+@pytest.mark.parametrize(("num_gpu_blocks", "num_found"), [(64, 12), (4, 8)])
+def test_a_block_is_found_whose_tokens_were_read_after_its_release(
+    num_gpu_blocks, num_found, max_decode_steps
+):
+    """Unless room is short: then it is free at once, and has no name."""
+    scheduler, first = shared(num_gpu_blocks=num_gpu_blocks), make_request(0, 6, 7)
+    pending = run_ahead(scheduler, first, max_decode_steps)
+    first.output_token_ids += [0] * (pending.num_decode_steps - 1)
+    take(scheduler, pending)
+    assert not scheduler.has_unfinished
+    assert scheduler.num_free_blocks == num_gpu_blocks
+    turn = [*first.prompt_token_ids, *first.output_token_ids]
+    second = make_request(1, len(turn), 1, prompt_token_ids=turn)
+    scheduler.add(second)
+    step(scheduler)
+    assert second.num_cached_tokens == num_found
+
+
+@pytest.mark.parametrize("max_decode_steps", [1, 4])
+def test_a_block_that_waits_for_its_name_is_free_if_nobody_reads_its_tokens(max_decode_steps):
+    scheduler, request = shared(), make_request(0, 6, 7)
+    run_ahead(scheduler, request, max_decode_steps)
+    assert scheduler.num_free_blocks == 63
+    scheduler.finish(request, "abort")
+    scheduler.check()
+    assert scheduler.num_free_blocks == 64
+
+
 def test_requests_keep_apart_if_they_ask_to():
     scheduler = shared()
     salted = {"cache_salt": "mine"}
