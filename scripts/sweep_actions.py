@@ -8,7 +8,7 @@
 Part `actions`: always swap (while it fits), always recompute, the adaptive choice, the best by expected
 costs and hindsight, with everything else alike, in every cell; the link's speed goes from far too slow to far
 too fast. Part `near`: the cells near a crossover of an earlier sweep once more, on traces as long as one
-likes. What the other policies are worth is `compare_policies.py`'s.
+likes.
 
 The device is a roofline (`jaxllm.predictors.roofline`) times noise: ratios measured / predicted of a real
 profile. Predictors are fitted to other noisy samples and corrected while they run, as the engine's are.

@@ -238,7 +238,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--presets",
         type=list_of(str),
         default=",".join(DEFAULT_PRESETS),
-        help="or candidates of compare_policies.py (default: %(default)s)",
+        help="in turn (default: %(default)s)",
     )
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)

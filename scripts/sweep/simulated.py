@@ -32,7 +32,6 @@ from jaxllm.sched.policies import SchedulingPolicy
 DEVICE, MEASURED_DEVICE = "A800-80GB-PCIe", "A100-80GB"
 NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 128, 64, 16
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 256, 2560
-LAYOUTS = ("block", "layer")
 COSTS = ("roofline", "silicon")
 
 Row = dict[str, Any]
