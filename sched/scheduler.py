@@ -390,8 +390,12 @@ class Scheduler:
             elif is_filled:
                 state.leave(request)
             state.release(request, is_filled=is_filled)
-        state.forget(request)
+        elif request.request_id in state.tails:
+            state.release_tail(request)
+        del state.live[request.request_id]
+        state.under_way.pop(request.request_id, None)
         state.progress.num_ended += 1
+        state.num_read.pop(request.request_id, None)
         self._tell_of_end(request, reason)
         if self.ledger is not None:
             self.ledger.finished(request.request_id)
@@ -416,13 +420,11 @@ class Scheduler:
 
     def reprioritize(self, request: Request, priority: int) -> None:
         """Give a live request another `priority` (`PriorityClasses`)."""
-        queue = self._state.queue_of(request)
-        if queue is None:
-            request.priority = priority
-            return
-        queue.remove(request)
+        if (queue := self._state.queue_of(request)) is not None:
+            queue.remove(request)
         request.priority = priority
-        queue.add(request)
+        if queue is not None:
+            queue.add(request)
 
     def reset_prefix_cache(self) -> tuple[HostPiece, ...]:
         """Find none of the present blocks again; those who hold some keep them.

@@ -172,7 +172,7 @@ class SchedulerState:
     def settle(self, copies: CopyProgress, now: float) -> None:
         """Take what has happened since the last iteration: ends, and the progress of copies."""
         for request in self.ending:
-            self._release_ended(request)
+            self.release(request, keeps_tail=self.config.enable_prefix_caching)
         self.ending = []
         for swap in [swap for handle, swap in self.loading.items() if handle in copies.arrived]:
             self.join(swap)
@@ -256,45 +256,30 @@ class SchedulerState:
         if num_blocks := self.num_missing(request, num_tokens):
             request.block_ids += self.pool.allocate(num_blocks)
 
-    def _release_ended(self, request: Request) -> None:
-        """Release a request whose last token has been scheduled, but for what only its tokens will name.
-
-        Where room is short it is released whole.
-        """
-        tail: list[int] = []
-        is_roomy = self.pool.num_free > len(self.live)
-        if self.config.enable_prefix_caching and request.num_in_flight and is_roomy:
-            self.lookups.name_blocks(request, request.num_known_tokens - 1)
-            first, stop = request.num_named_blocks, request.num_computed_tokens // self.pool.block_size
-            tail = request.block_ids[first:stop]
-        self.pool.acquire(tail)
-        self.release(request)
-        if tail:
-            self.tails[request.request_id] = first, tail
-
-    def forget(self, request: Request) -> None:
-        """Let go of a request that has ended, and holds at most full blocks that its last tokens name."""
-        request_id = request.request_id
-        del self.live[request_id]
-        self.under_way.pop(request_id, None)
-        self.num_read.pop(request_id, None)
-        if (found := self.tails.pop(request_id, None)) is not None:
-            request.num_named_blocks, tail = found
-            self.lookups.name_tail(request, tail)
-            self.pool.release(tail)
-
-    def release(self, request: Request, *, is_filled: bool = True) -> None:
+    def release(self, request: Request, *, is_filled: bool = True, keeps_tail: bool = False) -> None:
         """Free a request's blocks and slot. Its old block table is left as it is for those who read it.
 
-        Others find its full blocks, unless they are still to be filled.
+        Others find its full blocks, unless they are still to be filled. With `keeps_tail` those that lack
+        names, since their tokens are in flight, are held until it ends, unless room is short.
         """
         assert request.slot is not None  # whoever holds blocks has one
         if is_filled:  # a row that sampled an end token may not have computed it
             self.lookups.name_blocks(request, request.num_known_tokens - 1)
+        if keeps_tail and self.pool.num_free > len(self.live):
+            first, stop = request.num_named_blocks, request.num_computed_tokens // self.pool.block_size
+            if tail := request.block_ids[first:stop]:
+                self.tails[request.request_id] = first, tail
+                self.pool.acquire(tail)
         self.pool.release(request.block_ids)
         request.block_ids, request.kept_ranges, request.num_named_blocks = [], [], 0
         self.free_slots.append(request.slot)
         request.slot = None
+
+    def release_tail(self, request: Request) -> None:
+        """Name and free the last blocks of a released request that ends, now that its tokens are known."""
+        request.num_named_blocks, tail = self.tails.pop(request.request_id)
+        self.lookups.name_blocks(request, request.num_known_tokens - 1, tail)
+        self.pool.release(tail)
 
     def activate(self, request: Request) -> None:
         """Let a request that holds blocks and a slot go on where it is."""

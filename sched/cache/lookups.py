@@ -41,17 +41,11 @@ class Lookups:
             learn_names(request, num_tokens, self._block_size)
         return request.block_names
 
-    def name_blocks(self, request: Request, limit: int = sys.maxsize) -> None:
-        """Let others find a holder's full blocks whose tokens are known, of its first `limit` tokens."""
-        self._name(request, request.block_ids, 0, limit)
+    def name_blocks(self, request: Request, limit: int = sys.maxsize, tail: list[int] | None = None) -> None:
+        """Let others find a holder's full blocks whose tokens are known, of its first `limit` tokens.
 
-    def name_tail(self, request: Request, block_ids: list[int]) -> None:
-        """Let others find those of the blocks behind its named ones that a request that ends has filled."""
-        # A row that sampled an end token may not have computed it.
-        self._name(request, block_ids, request.num_named_blocks, request.num_known_tokens - 1)
-
-    def _name(self, request: Request, block_ids: list[int], offset: int, limit: int) -> None:
-        """Name those of `block_ids`, the first of which is the request's block number `offset`."""
+        `tail` are its blocks behind those that have names, if it has given back the others.
+        """
         num_computed, first = min(request.num_computed_tokens, limit), request.num_named_blocks
         if self._is_on:
             learn_names(request, num_computed, self._block_size)
@@ -59,6 +53,7 @@ class Lookups:
         stop = min(len(names), num_computed // self._block_size)
         if stop <= first:
             return
+        block_ids, offset = (request.block_ids, 0) if tail is None else (tail, first)
         for place in range(first, stop):
             block_id, name = block_ids[place - offset], names[place]
             self._pool.name(block_id, name)
