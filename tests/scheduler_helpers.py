@@ -80,6 +80,17 @@ def take(scheduler: Scheduler, output: SchedulerOutput) -> None:
         scheduler.check()
 
 
+def lose(scheduler, request, *numbers):
+    """Let blocks of a request be found no more."""
+    pool = scheduler._state.pool
+    for number in numbers:
+        name = scheduler._state.lookups.learn_names(request, request.num_tokens)[number]
+        block_id = pool.names.first(name)
+        pool._names[block_id] = None
+        pool.names.remove(name, block_id)
+    pool.check()
+
+
 @dataclasses.dataclass(frozen=True)
 class LinearCosts:
     """Seconds by formula: `prefill` and `decode` per token, `swap` per block and direction."""
