@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import make_engine, make_llm, restless, run
-from scheduler_helpers import LinearCosts, describe, make_request, make_scheduler, take
-from test_prefix_cache import lose
+from scheduler_helpers import LinearCosts, describe, lose, make_request, make_scheduler, take
 from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
