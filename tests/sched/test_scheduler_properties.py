@@ -624,7 +624,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert state.host.num_blocks - state.host.num_free == len(kept)
         held = [block_id for r in self.live.values() for block_id in r.block_ids]
         for_next_turns = self.scheduler.held_block_ids
-        assert self.scheduler.num_free_blocks + len({*held, *for_next_turns}) == self.num_blocks
+        until_named = [block_id for _, tail in state.tails.values() for block_id in tail]
+        assert set(state.tails) <= set(self.live), "blocks wait for tokens that nobody reads"
+        num_held = len({*held, *for_next_turns, *until_named})
+        assert self.scheduler.num_free_blocks + num_held == self.num_blocks
         assert self.is_shared or len(set(held)) == len(held)
         waiting = [r for r in self.live.values() if r.status is RequestStatus.WAITING]
         assert self.scheduler.num_waiting == len(waiting)
