@@ -37,7 +37,7 @@ from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.research.simulator.gpu import pool_blocks
 from jaxllm.research.simulator.run import simulate
-from jaxllm.research.workloads import Poisson, Trace, make_conversations
+from jaxllm.research.workloads import AllAtOnce, Poisson, Trace, make_conversations
 from jaxllm.research.workloads.lengths import LognormalLengths
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import (
@@ -87,7 +87,7 @@ class Cell:
     Args:
         num_requests: of `TURNS`, conversations.
         rate: a share of what `vllm_v1` serves; of `TURNS`, conversations that begin in a second. None sends
-            everything at once.
+            or begins everything at once.
         clients: that each send their next request when they have an answer; 0 for none.
         gpus: that share the model, tensor parallel.
         host_bytes: for KV.
@@ -205,7 +205,6 @@ COSTS: Mapping[str, type[SiliconCostModel]] = {"adaptive, both ways": BothWays}
 def trace_of(cell: Cell, seed: int, served: float) -> Trace:
     """Requests of a cell; `served` is what a rate is a share of, in requests a second."""
     if cell.load in TURNS:
-        assert cell.rate is not None
         return make_conversations(
             cell.num_requests,
             messages=LognormalLengths(mean=1500, sigma=0.8, shortest=20, longest=8000),
@@ -215,7 +214,7 @@ def trace_of(cell: Cell, seed: int, served: float) -> Trace:
             think_sigma=TURNS[cell.load],
             common_len=1200,
             max_len=LONGEST - 1,
-            arrivals=Poisson(cell.rate),
+            arrivals=AllAtOnce() if cell.rate is None else Poisson(cell.rate),
             seed=seed,
         )
     rng = np.random.default_rng(seed)

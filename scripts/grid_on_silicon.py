@@ -1,0 +1,264 @@
+"""Whether the default holds up: every GPU with every load, limit and arrival process, simulated.
+
+    python scripts/grid_on_silicon.py --out grid.jsonl
+    python scripts/grid_on_silicon.py --report grid.jsonl
+
+A100, H100, H200 and two L40S, with conversations, summaries, long answers, agents with turns and a mixture of
+the first three and single agents' requests; at most 256 and 1,024 running requests; sent at once, by half as
+many clients as there are requests, which wait for their answers, and by Poisson processes at 0.7 and 1.1 of
+what `vllm_v1` serves when all is sent at once. Agents are clients themselves, so they have no closed loop of
+their own. All else is as in `scripts/compare_on_silicon.py`.
+
+A line of the file is a preset in a cell with a seed. What is there already is not simulated again, so a run
+that was broken off goes on. The report says of each bar in how many cells the means over seeds keep it, and
+which do not, with each seed's value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from compare_on_silicon import CACHES, TURNS, Cell, run, trace_of
+
+GPUS: Mapping[str, tuple[str, str, int]] = {
+    "A100": ("a100", "llama-2-13b", 1),
+    "H100": ("h100", "llama-3-8b", 1),
+    "H200": ("h200", "llama-3-8b", 1),
+    "2 x L40S": ("l40s", "llama-2-13b", 2),
+}
+"""Device, model, and how many of it."""
+LOADS: Mapping[str, tuple[str, int]] = {
+    "chat": ("chat", 2400),
+    "summary": ("summary", 600),
+    "reasoning": ("reasoning", 600),
+    "mixed": ("chat+summary+agent+reasoning", 600),
+    "turns": ("turns", 120),
+}
+"""What `compare_on_silicon` calls it, and requests, or conversations; a third of them of the larger model."""
+LIMITS = 256, 1024
+RATES = 0.7, 1.1
+PRESETS = "vllm_v1", "adaptive_throughput", "adaptive"
+_FIGURES = (
+    "tokens_per_second",
+    "mean_latency_seconds",
+    "p99_latency_seconds",
+    "mean_first_token_seconds",
+    "swaps_per_request",
+    "lost_share",
+)
+Row = dict[str, Any]
+Values = Mapping[str, float]
+"""A figure of each preset in a cell."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Cells that differ in when requests come: the first of them tells what is served."""
+
+    gpu: str
+    load: str
+    limit: int
+    seed: int
+
+    def cell(self, scale: int) -> Cell:
+        """All at once, requests divided by `scale`."""
+        (device, model, gpus), (load, count) = GPUS[self.gpu], LOADS[self.load]
+        count = -(-count // (scale if model == "llama-3-8b" else 3 * scale))
+        return Cell(device, model, load, self.limit, count, gpus=gpus)
+
+    def rows(self, scale: int) -> list[Row]:
+        """Every preset in every cell."""
+        names = tuple(dict.fromkeys([*PRESETS, *(CACHES if self.load in TURNS else ())]))
+        at_once = self.cell(scale)
+        rows = [self._row(scale, "at once", name, run(at_once, self.seed, name)) for name in names]
+        served = rows[0]["requests_per_second"]
+        if self.load in TURNS:  # rates are of conversations
+            served *= at_once.num_requests / len(trace_of(at_once, self.seed, 1.0).prompt_lens)
+        for arrivals, cell in self._others(at_once, served):
+            rows += [self._row(scale, arrivals, name, run(cell, self.seed, name, served)) for name in names]
+        return rows
+
+    def _others(self, at_once: Cell, served: float) -> Iterator[tuple[str, Cell]]:
+        for rate in RATES:
+            share = rate * served if self.load in TURNS else rate
+            yield f"Poisson {rate}", dataclasses.replace(at_once, rate=share)
+        if self.load not in TURNS:
+            yield "closed", dataclasses.replace(at_once, clients=-(-at_once.num_requests // 2))
+
+    def _row(self, scale: int, arrivals: str, preset: str, found: Mapping[str, float]) -> Row:
+        cell = f"{self.gpu}, {self.load}, {self.limit}, {arrivals}"
+        figures = {key: float(f"{found[key]:.5g}") for key in (*_FIGURES, "requests_per_second")}
+        return {"cell": cell, "seed": self.seed, "scale": scale, "preset": preset, **figures}
+
+    def is_in(self, rows: Iterable[Row]) -> bool:
+        """Whether a file holds it: its rows are written together."""
+        start = f"{self.gpu}, {self.load}, {self.limit}, "
+        return any(row["seed"] == self.seed and row["cell"].startswith(start) for row in rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """What must hold in every cell: a ratio, of one figure, not beyond a limit."""
+
+    name: str
+    figure: str
+    limit: float
+    ratio: Callable[[Values], float]
+    is_least: bool = False
+    only_turns: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a value keeps it."""
+        return value >= self.limit if self.is_least else value <= self.limit
+
+
+def _over(*names: str, best: Callable[..., float] = max) -> Callable[[Values], float]:
+    return lambda values: values["adaptive"] / best(values[name] for name in names)
+
+
+_PUBLISHED = tuple(name for name in CACHES if name != "adaptive")
+BARS = (
+    Bar("mean latency over vllm_v1", "mean_latency_seconds", 1.0, _over("vllm_v1")),
+    Bar("99th percentile over vllm_v1", "p99_latency_seconds", 1.05, _over("vllm_v1")),
+    Bar(
+        "tokens/s over the better of vllm_v1 and adaptive_throughput",
+        "tokens_per_second",
+        0.99,
+        _over("vllm_v1", "adaptive_throughput"),
+        is_least=True,
+    ),
+    Bar("swaps a request", "swaps_per_request", 3.0, lambda values: values["adaptive"]),
+    Bar("share computed again", "lost_share", 0.1, lambda values: values["adaptive"]),
+    Bar(
+        "tokens/s over the best published cache",
+        "tokens_per_second",
+        0.97,
+        _over(*_PUBLISHED),
+        is_least=True,
+        only_turns=True,
+    ),
+    Bar(
+        "mean latency over the best published cache",
+        "mean_latency_seconds",
+        1.03,
+        _over(*_PUBLISHED, best=min),
+        only_turns=True,
+    ),
+)
+
+
+def report(rows: Iterable[Row]) -> str:
+    """Of each bar in how many cells it holds, and the others; then of each load what the default gains."""
+    cells: dict[str, dict[int, dict[str, Row]]] = collections.defaultdict(dict)
+    for row in rows:
+        cells[row["cell"]].setdefault(row["seed"], {})[row["preset"]] = row
+    lines = []
+    for bar in BARS:
+        found: dict[str, list[float]] = {}
+        for cell, seeds in cells.items():
+            if not bar.only_turns or cell.split(", ")[1] in TURNS:
+                found[cell] = [
+                    bar.ratio({name: row[bar.figure] for name, row in of_seed.items()})
+                    for of_seed in seeds.values()
+                ]
+        missed = {cell: values for cell, values in found.items() if not bar.holds(statistics.fmean(values))}
+        word = "at least" if bar.is_least else "at most"
+        lines.append(f"{bar.name}, {word} {bar.limit}: {len(found) - len(missed)} of {len(found)} cells")
+        worst_first = sorted(
+            missed.items(), key=lambda one: statistics.fmean(one[1]), reverse=not bar.is_least
+        )
+        for cell, values in worst_first:
+            seeds_of = ", ".join(f"{value:.3f}" for value in values)
+            lines.append(f"  {statistics.fmean(values):.3f} {cell} ({seeds_of})")
+    return "\n".join([*lines, "", *_gains(cells)])
+
+
+def _gains(cells: Mapping[str, Mapping[int, Mapping[str, Row]]]) -> list[str]:
+    """A table: geometric means and the worst of the cells of a load."""
+    figures = _FIGURES[:4]
+    lines = [
+        "| load | preset | tokens/s | worst | mean latency | worst | 99th percentile | worst "
+        "| first token | worst |",
+        "|---|---|" + "---:|" * 8,
+    ]
+    for load in LOADS:
+        of_load = [seeds for cell, seeds in cells.items() if cell.split(", ")[1] == load]
+        presets = dict.fromkeys(name for seeds in of_load for rows in seeds.values() for name in rows)
+        for preset in presets:
+            parts = []
+            for figure in figures:
+                means = [
+                    statistics.geometric_mean(
+                        rows[preset][figure] / rows["vllm_v1"][figure] for rows in seeds.values()
+                    )
+                    for seeds in of_load
+                ]
+                worst = min(means) if figure == "tokens_per_second" else max(means)
+                parts.append(f"{statistics.geometric_mean(means):.3f} | {worst:.2f}")
+            lines.append(f"| {load} | `{preset}` | {' | '.join(parts)} |")
+    return lines
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file; none if there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _rows_of(group: Group, scale: int) -> list[Row]:
+    return group.rows(scale)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Simulate what a file lacks, or report on one; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--out", type=Path, help="file of JSON lines, which is gone on with")
+    target.add_argument("--report", type=Path, help="say how such a file's default stands")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on (default: 3)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--scale", type=int, default=1, help="divide the numbers of requests, for a trial")
+    args = parser.parse_args(argv)
+    for name in ("seeds", "jobs", "scale"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.report is not None:
+        if not (rows := read(args.report)):
+            parser.error(f"--report {args.report}: it has no line")
+        print(report(rows))
+        return 0
+    known = read(args.out)
+    if others := {row["scale"] for row in known} - {args.scale}:
+        parser.error(
+            f"--scale {args.scale}: {args.out} has rows of --scale {others.pop()}; name another file"
+        )
+    groups = [
+        group
+        for seed, gpu, load, limit in itertools.product(range(args.seeds), GPUS, LOADS, LIMITS)
+        if not (group := Group(gpu, load, limit, seed)).is_in(known)
+    ]
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(_rows_of, group, args.scale) for group in groups]
+        for job in concurrent.futures.as_completed(jobs):
+            with args.out.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in job.result())
+    print(report(read(args.out)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
