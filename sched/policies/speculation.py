@@ -160,6 +160,16 @@ def _by_rows(num_rows: int) -> float:
     return 1.0 + num_rows / _ROWS
 
 
+def _up_to(
+    depth: int, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
+) -> tuple[float, VerifyingWork]:
+    """Tokens that are likely of so many drafts of each, or all it has, and the work."""
+    counts, share = [min(depth, count) for count in proposed], iteration.share
+    rows = math.ceil(len(counts) * share), math.ceil(sum(counts) * share)
+    expected = iteration.num_decodes + share * sum(map(Chance.expected, acceptance, counts))
+    return expected, VerifyingWork(iteration.num_decodes, *rows, max(counts), iteration.looks_up)
+
+
 _ALL, _NONE, _BY_COST = range(3)
 """Ways of drafting, in the order in which they are tried first."""
 _HOPELESS = 1.0  # iterations without drafts that all of them are predicted to lose
@@ -315,7 +325,30 @@ class ByCost:
             if self._outlook > -_HOPELESS:
                 return proposed
             regime.decline()
-        self._outlook = 0.0
+        self._outlook = self._promised = 0.0
+        choose = self._same_of_each if iteration.looks_up else self._likeliest
+        return choose(proposed, acceptance, iteration)
+
+    def _same_of_each(
+        self, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
+    ) -> Sequence[int]:
+        """Where the device drafts by itself: as many as pay, or all or none if drafting takes no time."""
+        plain, deepest, depth_best = self._plain(iteration), max(proposed), 0
+        added, best = self._adding(plain, iteration), (1.0 + self._margin) * iteration.num_decodes / plain
+        for depth in range(deepest if self._drafting(1, 1) is None else 1, deepest + 1):
+            expected, work = _up_to(depth, proposed, acceptance, iteration)
+            seconds = plain + added(work) * self._trust
+            if expected / seconds > best:
+                best, depth_best = expected / seconds, depth
+                self._promised = expected / iteration.num_decodes * plain - seconds
+        if not self._varied(depth_best):
+            return [0] * len(proposed)
+        return [min(count, depth_best) for count in proposed]
+
+    def _likeliest(
+        self, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
+    ) -> Sequence[int]:
+        """Those of all requests together, as many as promise the most tokens a second."""
         ranked = sorted(
             [
                 (chance.of(j), -j, place)
@@ -324,33 +357,24 @@ class ByCost:
             ],
             reverse=True,
         )
-        num_decodes, deepest, share = iteration.num_decodes, max(proposed), iteration.share
-        plain, self._promised = self._plain(iteration), 0.0
-        added = self._adding(plain, iteration)
-        trust = self._trust if is_measured else 1.0
-        best = (1.0 + self._margin) * num_decodes / plain
-        num_best, depth_best, ranked_best = 0, 0, ranked
-        is_whole = iteration.looks_up  # else a few numbers are enough to find the best
+        num_decodes, is_measured = iteration.num_decodes, not iteration.num_prompt_tokens
+        plain, deepest, trust = self._plain(iteration), max(proposed), self._trust if is_measured else 1.0
+        added, best = self._adding(plain, iteration), (1.0 + self._margin) * num_decodes / plain
+        num_best, ranked_best = 0, ranked
         for depth in range(deepest if self._drafting(1, 1) is None else 1, deepest + 1):
             found = [one for one in ranked if -one[1] <= depth][: iteration.num_free]
             num_verified, expected = 0, float(num_decodes)
             for count, (gain, number, _) in enumerate(found, 1):
                 num_verified += number == -1
-                expected += gain * share
-                if count < len(found) if is_whole else count % (1 << max(0, count.bit_length() - 3)):
+                expected += gain
+                if count % (1 << max(0, count.bit_length() - 3)):  # a few numbers are enough to find it
                     continue
-                rows = math.ceil(num_verified * share), math.ceil(count * share)
-                work = VerifyingWork(num_decodes, *rows, depth, iteration.looks_up)
-                seconds = plain + added(work) * trust
-                value = expected / seconds
-                if value > best:
-                    best, num_best, depth_best, ranked_best = value, count, depth, found
+                seconds = plain + added(VerifyingWork(num_decodes, num_verified, count, depth)) * trust
+                if expected / seconds > best:
+                    best, num_best, ranked_best = expected / seconds, count, found
                     self._promised = expected / num_decodes * plain - seconds
-        num_best = self._varied(num_best) if is_measured else num_best
-        if iteration.looks_up and num_best:
-            return [min(count, depth_best) for count in proposed]
         counts = [0] * len(proposed)
-        for _, _, place in ranked_best[:num_best]:
+        for _, _, place in ranked_best[: self._varied(num_best) if is_measured else num_best]:
             counts[place] += 1
         return counts
 
@@ -358,15 +382,11 @@ class ByCost:
         self, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
     ) -> float:
         """Seconds that all drafts are predicted to save, or as many as there are rows for."""
-        num_decodes, share = iteration.num_decodes, iteration.share
+        most = max(proposed)
         if sum(proposed) > iteration.num_free:
             most = max(1, iteration.num_free // len(proposed))
-            proposed = [min(most, count) for count in proposed]
-        num_right = sum(map(Chance.expected, acceptance, proposed))
-        rows = math.ceil(len(proposed) * share), math.ceil(sum(proposed) * share)
-        drafting = self.seconds(VerifyingWork(num_decodes, *rows, max(proposed), iteration.looks_up))
-        num_tokens = 1.0 + num_right * share / num_decodes
-        return num_tokens * self._plain(iteration) - drafting
+        expected, work = _up_to(most, proposed, acceptance, iteration)
+        return expected / iteration.num_decodes * self._plain(iteration) - self.seconds(work)
 
     def _plain(self, iteration: IterationRows) -> float:
         """Seconds of an iteration without drafts."""
