@@ -182,8 +182,9 @@ class ByCost:
 
     A request whose drafts are right with probability p each gets its j-th one with p**j (Leviathan et al.,
     "Fast Inference from Transformers via Speculative Decoding", 2023, section 3.1); the first one has a
-    probability of its own, for who copies goes on. Of all drafts the
-    likeliest are verified, as many as make the expected tokens over the predicted seconds the largest.
+    probability of its own, for who copies goes on. The likeliest of all are verified, as many as make the
+    expected tokens over the predicted seconds the largest. Where the device looks for drafts by itself it is
+    all or none: by what all would save, averaged over time, for that gained more than deciding each time.
 
     Seconds are those of the cost model, times what iterations of about as many rows were off by so far, with
     all that the host does between them; without a model 32 rows more take as long as all else. Each time that
@@ -207,15 +208,11 @@ class ByCost:
         drafting: seconds that drafting takes, of how many requests how many tokens each; None for no time.
     """
 
-    _FORGET_AFTER = 64
-    """Observations, after which predictions are made anew, for contexts have grown."""
-    _TRY_AFTER = 128
-    """Iterations that verified drafts, in which other numbers of them are tried."""
+    _FORGET_AFTER = 64  # observations, after which predictions are made anew, for contexts have grown
+    _TRY_AFTER = 128  # iterations that verified drafts, in which other numbers of them are tried
     _DOUBT = 0.99
-    _FOR_TRIALS = 0.02
-    """Of the seconds without drafts, what pays for trials."""
-    _REMEMBERED = 256
-    """Iterations whose gains pay for what comes after them."""
+    _FOR_TRIALS = 0.02  # of the seconds without drafts, what pays for trials
+    _REMEMBERED = 256  # iterations whose gains pay for what comes after them
     _MOST_DEBT, _HELD_UP = 64.0, 4.0
     """In iterations without drafts; and how often what is predicted, at most, one is taken to last."""
 
@@ -317,33 +314,37 @@ class ByCost:
         self._context = iteration.num_context_tokens // max(1, iteration.num_decodes)
         is_measured = not iteration.num_prompt_tokens
         regime = self._regime(iteration.num_decodes)
-        if is_measured and regime.way == _ALL:
+        all_or_none = iteration.looks_up and self._drafting(1, 1) is None
+        if is_measured and (regime.way == _ALL or all_or_none):
             self._promised = self._saved_by_all(proposed, acceptance, iteration)
             # What is best so far is believed for a while: chances alternate.
-            rate = 1.0 if regime.is_trying else _RATE_OF_BEST
+            rate = 1.0 if regime.way == _ALL and regime.is_trying else _RATE_OF_BEST
             self._outlook += rate * (self._promised / self._plain(iteration) - self._outlook)
-            if self._outlook > -_HOPELESS:
+            if self._outlook > (-_HOPELESS if regime.way == _ALL else 0.0):
                 return proposed
-            regime.decline()
+            if regime.way == _ALL:
+                regime.decline()
+        if all_or_none:
+            return [0] * len(proposed)
         self._outlook = self._promised = 0.0
-        choose = self._same_of_each if iteration.looks_up else self._likeliest
-        return choose(proposed, acceptance, iteration)
+        return (self._same_of_each if iteration.looks_up else self._likeliest)(
+            proposed, acceptance, iteration
+        )
 
     def _same_of_each(
         self, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
     ) -> Sequence[int]:
-        """Where the device drafts by itself: as many as pay, or all or none if drafting takes no time."""
-        plain, deepest, depth_best = self._plain(iteration), max(proposed), 0
+        """Where the device drafts by itself, in time of its own: the most of each that pay."""
+        plain, depth_best = self._plain(iteration), 0
         added, best = self._adding(plain, iteration), (1.0 + self._margin) * iteration.num_decodes / plain
-        for depth in range(deepest if self._drafting(1, 1) is None else 1, deepest + 1):
+        for depth in range(1, max(proposed) + 1):
             expected, work = _up_to(depth, proposed, acceptance, iteration)
             seconds = plain + added(work) * self._trust
             if expected / seconds > best:
                 best, depth_best = expected / seconds, depth
                 self._promised = expected / iteration.num_decodes * plain - seconds
-        if not self._varied(depth_best):
-            return [0] * len(proposed)
-        return [min(count, depth_best) for count in proposed]
+        most = depth_best if self._varied(depth_best) else 0
+        return [min(count, most) for count in proposed]
 
     def _likeliest(
         self, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
@@ -409,8 +410,8 @@ class ByCost:
     def seconds(self, work: VerifyingWork) -> float:
         """Predicted, as measured; what was never done takes what other ways of it make likely."""
         way, size = work.kind
-        correction = self._corrections[way] or next(filter(None, self._corrections.values()), Correction())
-        return self._model(work) * correction.factor(size) + self._seconds_of_drafting(work)
+        known = self._corrections[way] or next(filter(None, self._corrections.values()), Correction())
+        return self._model(work) * known.factor(size) + self._seconds_of_drafting(work)
 
     def _seconds_of_drafting(self, work: VerifyingWork) -> float:
         if not work.num_drafts:
