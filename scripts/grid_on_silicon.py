@@ -43,7 +43,7 @@ LOADS: Mapping[str, tuple[str, int]] = {
     "summary": ("summary", 600),
     "reasoning": ("reasoning", 600),
     "mixed": ("chat+summary+agent+reasoning", 600),
-    "turns": ("turns", 120),
+    "turns": ("turns", 60),
 }
 """What `compare_on_silicon` calls it, and requests, or conversations; a third of them of the larger model."""
 LIMITS = 256, 1024
@@ -229,6 +229,12 @@ def main(argv: list[str] | None = None) -> int:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, help="file of JSON lines, which is gone on with")
     target.add_argument("--report", type=Path, help="say how such a file's default stands")
+    parser.add_argument(
+        "--loads",
+        type=lambda text: text.split(","),
+        default=list(LOADS),
+        help=f"only these, of {','.join(LOADS)}",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on (default: 3)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--scale", type=int, default=1, help="divide the numbers of requests, for a trial")
@@ -236,6 +242,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("seeds", "jobs", "scale"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    if unknown := {*args.loads} - LOADS.keys():
+        parser.error(f"--loads: there is no {', '.join(sorted(unknown))}; there are {', '.join(LOADS)}")
     if args.report is not None:
         if not (rows := read(args.report)):
             parser.error(f"--report {args.report}: it has no line")
@@ -248,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     groups = [
         group
-        for seed, gpu, load, limit in itertools.product(range(args.seeds), GPUS, LOADS, LIMITS)
+        for seed, gpu, load, limit in itertools.product(range(args.seeds), GPUS, args.loads, LIMITS)
         if not (group := Group(gpu, load, limit, seed)).is_in(known)
     ]
     with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:

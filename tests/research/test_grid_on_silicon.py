@@ -42,12 +42,11 @@ def test_agents_are_beside_published_caches_and_begin_at_shares_of_what_is_serve
 
 def test_a_run_goes_on_with_its_file(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(grid_on_silicon, "GPUS", {"H100": grid_on_silicon.GPUS["H100"]})
-    monkeypatch.setattr(grid_on_silicon, "LOADS", {"chat": grid_on_silicon.LOADS["chat"]})
     monkeypatch.setattr(grid_on_silicon, "LIMITS", (256,))
     path = tmp_path / "grid.jsonl"
     kept = Group("H100", "chat", 256, 0).rows(SCALE)
     path.write_text("".join(json.dumps({**row, "mean_latency_seconds": 7.0}) + "\n" for row in kept))
-    options = ["--out", str(path), "--jobs", "1", "--scale", str(SCALE)]
+    options = ["--out", str(path), "--loads", "chat", "--jobs", "1", "--scale", str(SCALE)]
     assert grid_on_silicon.main([*options, "--seeds", "2"]) == 0
     rows = grid_on_silicon.read(path)
     assert [row["seed"] for row in rows] == [0] * len(kept) + [1] * len(kept)
@@ -56,6 +55,9 @@ def test_a_run_goes_on_with_its_file(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         grid_on_silicon.main(["--out", str(path), "--scale", "2"])
     assert f"has rows of --scale {SCALE}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        grid_on_silicon.main(["--out", str(path), "--loads", "chat,code"])
+    assert "there is no code; there are chat, " in capsys.readouterr().err
     assert grid_on_silicon.main(["--report", str(path)]) == 0
     with pytest.raises(SystemExit):
         grid_on_silicon.main(["--report", str(tmp_path / "none.jsonl")])
