@@ -89,10 +89,6 @@ class Drafting(NamedTuple):
     given: jax.Array | None = None
 
 
-_PARTS = 1, 2, 4
-"""Of the most rows of an iteration, those for which a CPU's program has a verification of its own."""
-
-
 class _Wanted(NamedTuple):
     """`counts` [B] tokens of each row: the newest of its `lengths` [B], and the first of `drafts` [B, K]."""
 
@@ -129,11 +125,11 @@ class _Iteration:
         sampled = jnp.pad(outputs.sampled.tokens[:, None], ((0, 0), (0, self.width - 1)))
         return state, sampled, self.no_logits if self.width > 1 else outputs.logits
 
-    def verify(self, state: DeviceState, wanted: _Wanted, size: int) -> _Sampled:
-        """Where some have some: `size` tokens in all, or fewer (static)."""
+    def verify(self, state: DeviceState, wanted: _Wanted) -> _Sampled:
+        """Where some may have some."""
         lengths, drafts, counts = wanted
         num_rows, places = len(lengths), jnp.arange(self.width)
-        of_rows = jnp.arange(num_rows)
+        size, of_rows = num_rows * self.width, jnp.arange(num_rows)
         # Those without drafts first, as decodes; then chunks of those with some; who has ended is last.
         is_decode, is_chunk = counts == 1, counts > 1
         num_decodes, num_chunks = jnp.sum(is_decode), jnp.sum(is_chunk)
@@ -172,23 +168,15 @@ class _Iteration:
         state, outputs = self.step(state, decodes, prompts)
         return state, outputs.sampled.tokens[jnp.minimum(own, size - 1)], self.no_logits
 
-    def fewest(self, state: DeviceState, wanted: _Wanted) -> _Sampled:
-        """Whichever computes the fewest rows. Loops of one turn: `lax.cond` may copy the pool."""
-        num_rows = len(wanted.counts)
-        least, most = num_rows, num_rows * self.width
-        sizes = sorted({max(num_rows + 1, -(-most // parts)) for parts in _PARTS})
-        num_wanted, any_drafts = jnp.sum(wanted.counts), jnp.any(wanted.counts > 1)
-        steps: list[tuple[Callable[..., _Sampled], jax.Array]] = [(self.decode, ~any_drafts)]
-        for size in sizes:
-            fits = (num_wanted > least) & (num_wanted <= size) if steps[1:] else num_wanted <= size
-            steps.append((functools.partial(self.verify, size=size), any_drafts & fits))
-            least = size
+    def either(self, state: DeviceState, wanted: _Wanted) -> _Sampled:
+        """Whichever computes fewer rows. Two loops of one turn: `lax.cond` may copy the pool."""
+        any_drafts = jnp.any(wanted.counts > 1)
 
         def turn(step: Callable[..., _Sampled], found: tuple[Any, ...]) -> tuple[Any, ...]:
             return jnp.array(False), *step(found[1], wanted)
 
-        found: Any = state, jnp.zeros((num_rows, self.width), jnp.int32), self.no_logits
-        for step, is_due in steps:
+        found: Any = state, jnp.zeros((len(wanted.counts), self.width), jnp.int32), self.no_logits
+        for step, is_due in ((self.verify, any_drafts), (self.decode, ~any_drafts)):
             once = functools.partial(turn, step)
             found = lax.while_loop(lambda found: found[0], once, (is_due, *found))[1:]
         return found
@@ -197,8 +185,7 @@ class _Iteration:
         """By the way that is fastest."""
         if self.width == 1:
             return self.decode(state, wanted)
-        verify = functools.partial(self.verify, size=len(wanted.counts) * self.width)
-        return lax.platform_dependent(state, wanted, cpu=self.fewest, default=verify)
+        return lax.platform_dependent(state, wanted, cpu=self.either, default=self.verify)
 
 
 class _Carry(NamedTuple):

@@ -1,11 +1,8 @@
 """Drafts that the device looks up in programs of several iterations: the same tokens as without them."""
 
 import dataclasses
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import Recording, make_llm, restless
@@ -16,8 +13,7 @@ from jaxllm import SamplingParams
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.scheduling import UnknownCosts
 from jaxllm.executor import apart
-from jaxllm.executor.decode_steps import Lookup, _Iteration, _Wanted, look_up
-from jaxllm.executor.step_rows import DecodeInputs
+from jaxllm.executor.decode_steps import Lookup, look_up
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.acceptance import Chance
 from jaxllm.sched.ledger import Ledger
@@ -274,53 +270,6 @@ def test_who_filters_looks_up_once_a_program_does_both(llm, monkeypatch):
     assert run(engine, PROMPTS, params) == expected
     assert engine.scheduler.lookups
     assert engine.scheduler.speculation.counts.num_kept > 0
-
-
-# What is computed
-
-
-class Noted(NamedTuple):
-    """A state that notes of how many rows the only step was."""
-
-    history: jax.Array
-    num_rows: jax.Array
-
-
-def noting_step(state, decodes, prompts):
-    """ "Samples" of each row what stands in it, plus 100."""
-    if prompts is None:
-        tokens = state.history[decodes.slots, jnp.maximum(decodes.lengths - 1, 0)]
-    else:
-        tokens = prompts.tokens
-    sampled = SimpleNamespace(tokens=tokens + 100)
-    return state._replace(num_rows=jnp.int32(len(tokens))), SimpleNamespace(sampled=sampled)
-
-
-@pytest.mark.parametrize(
-    ("counts", "num_rows"),
-    [
-        ([1, 1, 0, 1], 4),
-        ([5, 0, 0, 0], 5),
-        ([1, 1, 2, 1], 5),
-        ([1, 0, 5, 1], 10),
-        ([5, 0, 5, 0], 10),
-        ([5, 5, 1, 0], 20),
-        ([5, 5, 5, 5], 20),
-    ],
-)
-def test_as_few_rows_are_computed_as_suffice(counts, num_rows):
-    slots, lengths = jnp.array([2, 0, 3, 1]), jnp.array([3, 4, 2, 5])
-    history = jnp.arange(24, dtype=jnp.int32).reshape(4, 6)
-    drafts = 50 + jnp.arange(16, dtype=jnp.int32).reshape(4, 4)
-    rows = DecodeInputs(slots, lengths, jnp.zeros((4, 1), jnp.int32))
-    iteration = _Iteration(noting_step, rows, 5, jnp.zeros((0, 7)))
-    state, tokens, _ = jax.jit(iteration)(
-        Noted(history, jnp.int32(0)), _Wanted(lengths, drafts, jnp.array(counts))
-    )
-    assert state.num_rows == num_rows
-    for row, count in enumerate(counts):
-        wanted = [history[slots[row], lengths[row] - 1], *drafts[row]][:count]
-        assert tokens[row, :count].tolist() == [int(one) + 100 for one in wanted]
 
 
 # What is counted
