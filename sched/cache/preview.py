@@ -89,16 +89,19 @@ class _Walk:
             self.cut(low)
             self.names, self._parting = names, low
 
-    def add(self, place: object, *, is_free: bool = False) -> None:
-        """Say where the next block is."""
-        number = len(self.places)
-        self.places.append(place)
-        if place is not None:
-            self._found.append(number)
-        if is_free:
-            self._free.append(number)
-        elif isinstance(place, HostBlock):
-            self._copied.append(number)
+    def add_each(self, others: Iterable[tuple[object, bool]], *, stops: bool) -> None:
+        """Say where the next blocks are, and whether that is free; it `stops` after one that is nowhere."""
+        places, found, free, copied = self.places, self._found, self._free, self._copied
+        for number, (place, is_free) in enumerate(others, len(places)):
+            places.append(place)
+            if place is not None:
+                found.append(number)
+            elif stops:
+                break
+            if is_free:
+                free.append(number)
+            elif isinstance(place, HostBlock):
+                copied.append(number)
 
     def add_held(self, block_ids: Sequence[int]) -> None:
         """Say of the next blocks that they are on the device, and somebody's."""
@@ -194,7 +197,9 @@ class PoolPreview:
 
     def is_there(self, name: BlockName, on_host: _OnHost = None) -> bool:
         """Whether a block of this name will be anywhere."""
-        return self._look_up(name, on_host)[0] is not None
+        self.num_looked_up += 1
+        ((place, _),) = self._look_up([name], on_host)
+        return place is not None
 
     def find(
         self,
@@ -222,9 +227,10 @@ class PoolPreview:
             walk.places += [None] * (len(names) - len(walk.places))
         elif len(walk.places) < len(names) and None not in walk.places[-1:]:
             walk.add_held(self._first_held(names, len(walk.places)))
-        while len(walk.places) < len(names) and (looks_past_gaps or walk.places[-1:] != [None]):
-            place, is_free = self._look_up(names[len(walk.places)], on_host)
-            walk.add(place, is_free=is_free)
+        if len(walk.places) < len(names) and (looks_past_gaps or None not in walk.places[-1:]):
+            num_known = len(walk.places)
+            walk.add_each(self._look_up(names[num_known:], on_host), stops=not looks_past_gaps)
+            self.num_looked_up += len(walk.places) - num_known
         return walk
 
     def absence(self, names: Sequence[BlockName]) -> Absence:
@@ -278,19 +284,27 @@ class PoolPreview:
         self.num_looked_up += len(found)
         return found
 
-    def _look_up(self, name: BlockName, on_host: _OnHost = None) -> tuple[object, bool]:
-        """Where a block of this name will be, and whether it is nobody's, or may be."""
-        pool, may_be_free = self._pool, False
-        self.num_looked_up += 1
-        for block_id in pool.names.places.get(name, ()):
-            if block_id in self._gone:
+    def _look_up(self, names: Sequence[BlockName], on_host: _OnHost) -> Iterator[tuple[object, bool]]:
+        """Of each name where its block will be, and whether that is nobody's, or may be."""
+        num_references, gone, held, computed = (
+            self._pool.num_references,
+            self._gone,
+            self._held,
+            self._computed,
+        )
+        stored = {} if on_host is None else on_host.places
+        for name, block_ids in zip(names, map(self._pool.names.places.get, names), strict=True):
+            may_be_free = False
+            for block_id in block_ids or ():
+                if block_id not in gone:
+                    yield block_id, may_be_free or not (num_references(block_id) or block_id in held)
+                    break
                 may_be_free = not self._is_exact  # a lookup may find this one yet
-                continue
-            is_held = pool.num_references(block_id) or block_id in self._held
-            return block_id, may_be_free or not is_held
-        if name in self._computed:
-            return _Walk.COMPUTED, False
-        return (None if on_host is None else on_host.first(name)), False
+            else:
+                if name in computed:
+                    yield _Walk.COMPUTED, False
+                else:
+                    yield (stored[name][0] if name in stored else None), False
 
     def hold(self, hit: Hit) -> None:
         """What was found."""
