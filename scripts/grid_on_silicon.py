@@ -1,7 +1,6 @@
 """Whether the default holds up: every GPU with every load, limit and arrival process, simulated.
 
-    python scripts/grid_on_silicon.py --out grid.jsonl
-    python scripts/grid_on_silicon.py --report grid.jsonl
+    python scripts/grid_on_silicon.py --out-dir out/grid
 
 A100, H100, H200 and two L40S, with conversations, summaries, long answers, agents with turns and a mixture of
 the first three and single agents' requests; at most 256 and 1,024 running requests; sent at once, by half as
@@ -9,9 +8,9 @@ many clients as there are requests, which wait for their answers, and by Poisson
 what `vllm_v1` serves when all is sent at once. Agents are clients themselves, so they have no closed loop of
 their own. All else is as in `scripts/compare_on_silicon.py`.
 
-A line of the file is a preset in a cell with a seed. What is there already is not simulated again, so a run
-that was broken off goes on. The report says of each bar in how many cells the means over seeds keep it, and
-which do not, with each seed's value.
+A line of `cells.jsonl` is a preset in a cell with a seed. What is there already is not simulated again, so a
+run that was broken off goes on. `report.md` says of each bar in how many cells the means over seeds keep it,
+and which do not, with each seed's value.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ from typing import Any
 
 from compare_on_silicon import CACHES, TURNS, Cell, run, trace_of
 
+from jaxllm.system.output_files import NewFolder, OutputParser
+
 GPUS: Mapping[str, tuple[str, str, int]] = {
     "A100": ("a100", "llama-2-13b", 1),
     "H100": ("h100", "llama-3-8b", 1),
@@ -49,6 +50,7 @@ LOADS: Mapping[str, tuple[str, int]] = {
 LIMITS = 256, 1024
 RATES = 0.7, 1.1
 PRESETS = "vllm_v1", "adaptive_throughput", "adaptive"
+_CELLS, _REPORT = "cells.jsonl", "report.md"
 _FIGURES = (
     "tokens_per_second",
     "mean_latency_seconds",
@@ -174,13 +176,13 @@ def report(rows: Iterable[Row]) -> str:
                 ]
         missed = {cell: values for cell, values in found.items() if not bar.holds(statistics.fmean(values))}
         word = "at least" if bar.is_least else "at most"
-        lines.append(f"{bar.name}, {word} {bar.limit}: {len(found) - len(missed)} of {len(found)} cells")
+        lines.append(f"- {bar.name}, {word} {bar.limit}: {len(found) - len(missed)} of {len(found)} cells")
         worst_first = sorted(
             missed.items(), key=lambda one: statistics.fmean(one[1]), reverse=not bar.is_least
         )
         for cell, values in worst_first:
             seeds_of = ", ".join(f"{value:.3f}" for value in values)
-            lines.append(f"  {statistics.fmean(values):.3f} {cell} ({seeds_of})")
+            lines.append(f"    - {statistics.fmean(values):.3f} {cell} ({seeds_of})")
     return "\n".join([*lines, "", *_gains(cells)])
 
 
@@ -222,13 +224,9 @@ def _rows_of(group: Group, scale: int) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Simulate what a file lacks, or report on one; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--out", type=Path, help="file of JSON lines, which is gone on with")
-    target.add_argument("--report", type=Path, help="say how such a file's default stands")
+    """Simulate what a folder lacks, and report; returns the exit status."""
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out-dir", type=NewFolder(_REPORT, journals=[_CELLS]), required=True)
     parser.add_argument(
         "--loads",
         type=lambda text: text.split(","),
@@ -244,16 +242,13 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--{name} {getattr(args, name)} must be at least 1")
     if unknown := {*args.loads} - LOADS.keys():
         parser.error(f"--loads: there is no {', '.join(sorted(unknown))}; there are {', '.join(LOADS)}")
-    if args.report is not None:
-        if not (rows := read(args.report)):
-            parser.error(f"--report {args.report}: it has no line")
-        print(report(rows))
-        return 0
-    known = read(args.out)
+    cells = args.out_dir / _CELLS
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    if args.overwrite:
+        cells.unlink(missing_ok=True)
+    known = read(cells)
     if others := {row["scale"] for row in known} - {args.scale}:
-        parser.error(
-            f"--scale {args.scale}: {args.out} has rows of --scale {others.pop()}; name another file"
-        )
+        parser.error(f"--scale {args.scale}: {cells} has rows of --scale {others.pop()}; name another folder")
     groups = [
         group
         for seed, gpu, load, limit in itertools.product(range(args.seeds), GPUS, args.loads, LIMITS)
@@ -262,9 +257,11 @@ def main(argv: list[str] | None = None) -> int:
     with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         jobs = [pool.submit(_rows_of, group, args.scale) for group in groups]
         for job in concurrent.futures.as_completed(jobs):
-            with args.out.open("a", encoding="utf-8") as file:
+            with cells.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in job.result())
-    print(report(read(args.out)))
+    text = report(read(cells))
+    print(text)
+    (args.out_dir / _REPORT).write_text(text + "\n", encoding="utf-8")
     return 0
 
 

@@ -43,24 +43,27 @@ def test_agents_are_beside_published_caches_and_begin_at_shares_of_what_is_serve
 def test_a_run_goes_on_with_its_file(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(grid_on_silicon, "GPUS", {"H100": grid_on_silicon.GPUS["H100"]})
     monkeypatch.setattr(grid_on_silicon, "LIMITS", (256,))
-    path = tmp_path / "grid.jsonl"
+    path = tmp_path / "cells.jsonl"
     kept = Group("H100", "chat", 256, 0).rows(SCALE)
     path.write_text("".join(json.dumps({**row, "mean_latency_seconds": 7.0}) + "\n" for row in kept))
-    options = ["--out", str(path), "--loads", "chat", "--jobs", "1", "--scale", str(SCALE)]
-    assert grid_on_silicon.main([*options, "--seeds", "2"]) == 0
+    options = ["--out-dir", str(tmp_path), "--loads", "chat", "--jobs", "1"]
+    assert grid_on_silicon.main([*options, "--scale", str(SCALE), "--seeds", "2"]) == 0
     rows = grid_on_silicon.read(path)
     assert [row["seed"] for row in rows] == [0] * len(kept) + [1] * len(kept)
     assert {row["mean_latency_seconds"] for row in rows if not row["seed"]} == {7.0}
-    assert "swaps a request, at most 3.0: 4 of 4 cells" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        grid_on_silicon.main(["--out", str(path), "--scale", "2"])
-    assert f"has rows of --scale {SCALE}" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        grid_on_silicon.main(["--out", str(path), "--loads", "chat,code"])
-    assert "there is no code; there are chat, " in capsys.readouterr().err
-    assert grid_on_silicon.main(["--report", str(path)]) == 0
-    with pytest.raises(SystemExit):
-        grid_on_silicon.main(["--report", str(tmp_path / "none.jsonl")])
+    text = (tmp_path / "report.md").read_text()
+    assert "- swaps a request, at most 3.0: 4 of 4 cells" in text
+    assert text == capsys.readouterr().out
+    for wrong, words in (
+        ([*options, "--scale", "2"], f"has rows of --scale {SCALE}"),
+        ([*options, "--loads", "chat,code"], "there is no code; there are chat, "),
+    ):
+        with pytest.raises(SystemExit):
+            grid_on_silicon.main(wrong)
+        assert words in capsys.readouterr().err
+    again = [*options, "--scale", str(2 * SCALE), "--seeds", "1", "--overwrite"]
+    assert grid_on_silicon.main(again) == 0
+    assert {row["scale"] for row in grid_on_silicon.read(path)} == {2 * SCALE}
 
 
 def test_the_report_names_who_misses_a_bar_the_worst_first():
@@ -72,8 +75,8 @@ def test_the_report_names_who_misses_a_bar_the_worst_first():
         rows += rows_of(cell, {0: base, 1: base}, "adaptive_throughput")
         rows += rows_of(cell, {0: (99.5, mean, 20.0, 1.0, 0.0, 0.0), 1: base}, "adaptive")
     lines = report(rows).splitlines()
-    assert lines[0] == "mean latency over vllm_v1, at most 1.0: 1 of 3 cells"
-    assert lines[1] == f"  1.200 {slower} (1.400, 1.000)"
-    assert lines[2] == f"  1.050 {slow} (1.100, 1.000)"
+    assert lines[0] == "- mean latency over vllm_v1, at most 1.0: 1 of 3 cells"
+    assert lines[1] == f"    - 1.200 {slower} (1.400, 1.000)"
+    assert lines[2] == f"    - 1.050 {slow} (1.100, 1.000)"
     assert lines[4].endswith("at least 0.99: 3 of 3 cells")
     assert any(line.startswith("| chat | `adaptive` | 0.997 | 1.00 | ") for line in lines)
