@@ -160,16 +160,6 @@ def _by_rows(num_rows: int) -> float:
     return 1.0 + num_rows / _ROWS
 
 
-def _up_to(
-    depth: int, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
-) -> tuple[float, VerifyingWork]:
-    """Tokens that are likely of so many drafts of each, or all it has, and the work."""
-    counts, share = [min(depth, count) for count in proposed], iteration.share
-    rows = math.ceil(len(counts) * share), math.ceil(sum(counts) * share)
-    expected = iteration.num_decodes + share * sum(map(Chance.expected, acceptance, counts))
-    return expected, VerifyingWork(iteration.num_decodes, *rows, max(counts), iteration.looks_up)
-
-
 _ALL, _NONE, _BY_COST = range(3)
 """Ways of drafting, in the order in which they are tried first."""
 _HOPELESS = 1.0  # iterations without drafts that all of them are predicted to lose
@@ -182,9 +172,8 @@ class ByCost:
 
     A request whose drafts are right with probability p each gets its j-th one with p**j (Leviathan et al.,
     "Fast Inference from Transformers via Speculative Decoding", 2023, section 3.1); the first one has a
-    probability of its own, for who copies goes on. The likeliest of all are verified, as many as make the
-    expected tokens over the predicted seconds the largest. Where the device looks for drafts by itself it is
-    all or none: by what all would save, averaged over time, for that gained more than deciding each time.
+    probability of its own, for who copies goes on. Of all drafts the
+    likeliest are verified, as many as make the expected tokens over the predicted seconds the largest.
 
     Seconds are those of the cost model, times what iterations of about as many rows were off by so far, with
     all that the host does between them; without a model 32 rows more take as long as all else. Each time that
@@ -208,11 +197,15 @@ class ByCost:
         drafting: seconds that drafting takes, of how many requests how many tokens each; None for no time.
     """
 
-    _FORGET_AFTER = 64  # observations, after which predictions are made anew, for contexts have grown
-    _TRY_AFTER = 128  # iterations that verified drafts, in which other numbers of them are tried
+    _FORGET_AFTER = 64
+    """Observations, after which predictions are made anew, for contexts have grown."""
+    _TRY_AFTER = 128
+    """Iterations that verified drafts, in which other numbers of them are tried."""
     _DOUBT = 0.99
-    _FOR_TRIALS = 0.02  # of the seconds without drafts, what pays for trials
-    _REMEMBERED = 256  # iterations whose gains pay for what comes after them
+    _FOR_TRIALS = 0.02
+    """Of the seconds without drafts, what pays for trials."""
+    _REMEMBERED = 256
+    """Iterations whose gains pay for what comes after them."""
     _MOST_DEBT, _HELD_UP = 64.0, 4.0
     """In iterations without drafts; and how often what is predicted, at most, one is taken to last."""
 
@@ -314,42 +307,15 @@ class ByCost:
         self._context = iteration.num_context_tokens // max(1, iteration.num_decodes)
         is_measured = not iteration.num_prompt_tokens
         regime = self._regime(iteration.num_decodes)
-        all_or_none = iteration.looks_up and self._drafting(1, 1) is None
-        if is_measured and (regime.way == _ALL or all_or_none):
+        if is_measured and regime.way == _ALL:
             self._promised = self._saved_by_all(proposed, acceptance, iteration)
             # What is best so far is believed for a while: chances alternate.
-            rate = 1.0 if regime.way == _ALL and regime.is_trying else _RATE_OF_BEST
+            rate = 1.0 if regime.is_trying else _RATE_OF_BEST
             self._outlook += rate * (self._promised / self._plain(iteration) - self._outlook)
-            if self._outlook > (-_HOPELESS if regime.way == _ALL else 0.0):
+            if self._outlook > -_HOPELESS:
                 return proposed
-            if regime.way == _ALL:
-                regime.decline()
-        if all_or_none:
-            return [0] * len(proposed)
-        self._outlook = self._promised = 0.0
-        return (self._same_of_each if iteration.looks_up else self._likeliest)(
-            proposed, acceptance, iteration
-        )
-
-    def _same_of_each(
-        self, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
-    ) -> Sequence[int]:
-        """Where the device drafts by itself, in time of its own: the most of each that pay."""
-        plain, depth_best = self._plain(iteration), 0
-        added, best = self._adding(plain, iteration), (1.0 + self._margin) * iteration.num_decodes / plain
-        for depth in range(1, max(proposed) + 1):
-            expected, work = _up_to(depth, proposed, acceptance, iteration)
-            seconds = plain + added(work) * self._trust
-            if expected / seconds > best:
-                best, depth_best = expected / seconds, depth
-                self._promised = expected / iteration.num_decodes * plain - seconds
-        most = depth_best if self._varied(depth_best) else 0
-        return [min(count, most) for count in proposed]
-
-    def _likeliest(
-        self, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
-    ) -> Sequence[int]:
-        """Those of all requests together, as many as promise the most tokens a second."""
+            regime.decline()
+        self._outlook = 0.0
         ranked = sorted(
             [
                 (chance.of(j), -j, place)
@@ -358,24 +324,33 @@ class ByCost:
             ],
             reverse=True,
         )
-        num_decodes, is_measured = iteration.num_decodes, not iteration.num_prompt_tokens
-        plain, deepest, trust = self._plain(iteration), max(proposed), self._trust if is_measured else 1.0
-        added, best = self._adding(plain, iteration), (1.0 + self._margin) * num_decodes / plain
-        num_best, ranked_best = 0, ranked
+        num_decodes, deepest, share = iteration.num_decodes, max(proposed), iteration.share
+        plain, self._promised = self._plain(iteration), 0.0
+        added = self._adding(plain, iteration)
+        trust = self._trust if is_measured else 1.0
+        best = (1.0 + self._margin) * num_decodes / plain
+        num_best, depth_best, ranked_best = 0, 0, ranked
+        is_whole = iteration.looks_up  # else a few numbers are enough to find the best
         for depth in range(deepest if self._drafting(1, 1) is None else 1, deepest + 1):
             found = [one for one in ranked if -one[1] <= depth][: iteration.num_free]
             num_verified, expected = 0, float(num_decodes)
             for count, (gain, number, _) in enumerate(found, 1):
                 num_verified += number == -1
-                expected += gain
-                if count % (1 << max(0, count.bit_length() - 3)):  # a few numbers are enough to find it
+                expected += gain * share
+                if count < len(found) if is_whole else count % (1 << max(0, count.bit_length() - 3)):
                     continue
-                seconds = plain + added(VerifyingWork(num_decodes, num_verified, count, depth)) * trust
-                if expected / seconds > best:
-                    best, num_best, ranked_best = expected / seconds, count, found
+                rows = math.ceil(num_verified * share), math.ceil(count * share)
+                work = VerifyingWork(num_decodes, *rows, depth, iteration.looks_up)
+                seconds = plain + added(work) * trust
+                value = expected / seconds
+                if value > best:
+                    best, num_best, depth_best, ranked_best = value, count, depth, found
                     self._promised = expected / num_decodes * plain - seconds
+        num_best = self._varied(num_best) if is_measured else num_best
+        if iteration.looks_up and num_best:
+            return [min(count, depth_best) for count in proposed]
         counts = [0] * len(proposed)
-        for _, _, place in ranked_best[: self._varied(num_best) if is_measured else num_best]:
+        for _, _, place in ranked_best[:num_best]:
             counts[place] += 1
         return counts
 
@@ -383,11 +358,15 @@ class ByCost:
         self, proposed: Sequence[int], acceptance: Sequence[Chance], iteration: IterationRows
     ) -> float:
         """Seconds that all drafts are predicted to save, or as many as there are rows for."""
-        most = max(proposed)
+        num_decodes, share = iteration.num_decodes, iteration.share
         if sum(proposed) > iteration.num_free:
             most = max(1, iteration.num_free // len(proposed))
-        expected, work = _up_to(most, proposed, acceptance, iteration)
-        return expected / iteration.num_decodes * self._plain(iteration) - self.seconds(work)
+            proposed = [min(most, count) for count in proposed]
+        num_right = sum(map(Chance.expected, acceptance, proposed))
+        rows = math.ceil(len(proposed) * share), math.ceil(sum(proposed) * share)
+        drafting = self.seconds(VerifyingWork(num_decodes, *rows, max(proposed), iteration.looks_up))
+        num_tokens = 1.0 + num_right * share / num_decodes
+        return num_tokens * self._plain(iteration) - drafting
 
     def _plain(self, iteration: IterationRows) -> float:
         """Seconds of an iteration without drafts."""
@@ -410,8 +389,8 @@ class ByCost:
     def seconds(self, work: VerifyingWork) -> float:
         """Predicted, as measured; what was never done takes what other ways of it make likely."""
         way, size = work.kind
-        known = self._corrections[way] or next(filter(None, self._corrections.values()), Correction())
-        return self._model(work) * known.factor(size) + self._seconds_of_drafting(work)
+        correction = self._corrections[way] or next(filter(None, self._corrections.values()), Correction())
+        return self._model(work) * correction.factor(size) + self._seconds_of_drafting(work)
 
     def _seconds_of_drafting(self, work: VerifyingWork) -> float:
         if not work.num_drafts:
