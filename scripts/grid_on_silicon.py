@@ -8,28 +8,27 @@ many clients as there are requests, which wait for their answers, and by Poisson
 what `vllm_v1` serves when all is sent at once. Agents are clients themselves, so they have no closed loop of
 their own. All else is as in `scripts/compare_on_silicon.py`.
 
-A line of `cells.jsonl` is a preset in a cell with a seed. What is there already is not simulated again, so a
-run that was broken off goes on. `report.md` says of each bar in how many cells the means over seeds keep it,
-and which do not, with each seed's value.
+`results.json` has the figures of every preset in every cell, with each seed. `report.md` says of each bar in
+how many cells the means over seeds keep it, and which do not. An interrupted run goes on where it was
+(`cells.jsonl`).
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
 import dataclasses
 import itertools
-import json
-import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from compare_on_silicon import CACHES, TURNS, Cell, run, trace_of
+from sweep.options import list_of
+from sweep.simulated import run_all
 
+from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.system.output_files import NewFolder, OutputParser
 
 GPUS: Mapping[str, tuple[str, str, int]] = {
@@ -50,7 +49,6 @@ LOADS: Mapping[str, tuple[str, int]] = {
 LIMITS = 256, 1024
 RATES = 0.7, 1.1
 PRESETS = "vllm_v1", "adaptive_throughput", "adaptive"
-_CELLS, _REPORT = "cells.jsonl", "report.md"
 _FIGURES = (
     "tokens_per_second",
     "mean_latency_seconds",
@@ -59,6 +57,7 @@ _FIGURES = (
     "swaps_per_request",
     "lost_share",
 )
+_SERVED = "requests_per_second"
 Row = dict[str, Any]
 Values = Mapping[str, float]
 """A figure of each preset in a cell."""
@@ -66,47 +65,50 @@ Values = Mapping[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Cells that differ in when requests come: the first of them tells what is served."""
+    """Cells that differ in when requests come: the first of them tells what is served.
+
+    The numbers of requests are divided by `scale`.
+    """
 
     gpu: str
     load: str
     limit: int
     seed: int
+    scale: int = 1
 
-    def cell(self, scale: int) -> Cell:
-        """All at once, requests divided by `scale`."""
+    def at_once(self) -> Cell:
+        """The first cell."""
         (device, model, gpus), (load, count) = GPUS[self.gpu], LOADS[self.load]
-        count = -(-count // (scale if model == "llama-3-8b" else 3 * scale))
-        return Cell(device, model, load, self.limit, count, gpus=gpus)
+        parts = self.scale if model == "llama-3-8b" else 3 * self.scale
+        return Cell(device, model, load, self.limit, -(-count // parts), gpus=gpus)
 
-    def rows(self, scale: int) -> list[Row]:
-        """Every preset in every cell."""
-        names = tuple(dict.fromkeys([*PRESETS, *(CACHES if self.load in TURNS else ())]))
-        at_once = self.cell(scale)
-        rows = [self._row(scale, "at once", name, run(at_once, self.seed, name)) for name in names]
-        served = rows[0]["requests_per_second"]
-        if self.load in TURNS:  # rates are of conversations
-            served *= at_once.num_requests / len(trace_of(at_once, self.seed, 1.0).prompt_lens)
-        for arrivals, cell in self._others(at_once, served):
-            rows += [self._row(scale, arrivals, name, run(cell, self.seed, name, served)) for name in names]
-        return rows
-
-    def _others(self, at_once: Cell, served: float) -> Iterator[tuple[str, Cell]]:
+    def others(self, served: float) -> Iterator[tuple[str, Cell]]:
+        """The others, by when requests come; `served` are requests a second, or conversations."""
+        at_once, is_turns = self.at_once(), self.load in TURNS
         for rate in RATES:
-            share = rate * served if self.load in TURNS else rate
-            yield f"Poisson {rate}", dataclasses.replace(at_once, rate=share)
-        if self.load not in TURNS:
+            yield f"Poisson {rate}", dataclasses.replace(at_once, rate=rate * served if is_turns else rate)
+        if not is_turns:
             yield "closed", dataclasses.replace(at_once, clients=-(-at_once.num_requests // 2))
 
-    def _row(self, scale: int, arrivals: str, preset: str, found: Mapping[str, float]) -> Row:
-        cell = f"{self.gpu}, {self.load}, {self.limit}, {arrivals}"
-        figures = {key: float(f"{found[key]:.5g}") for key in (*_FIGURES, "requests_per_second")}
-        return {"cell": cell, "seed": self.seed, "scale": scale, "preset": preset, **figures}
 
-    def is_in(self, rows: Iterable[Row]) -> bool:
-        """Whether a file holds it: its rows are written together."""
-        start = f"{self.gpu}, {self.load}, {self.limit}, "
-        return any(row["seed"] == self.seed and row["cell"].startswith(start) for row in rows)
+def run_group(group: Group) -> Row:
+    """Every preset in every cell: its `rows`."""
+    names = tuple(dict.fromkeys([*PRESETS, *(CACHES if group.load in TURNS else ())]))
+    first, rows = group.at_once(), []
+
+    def add(arrivals: str, cell: Cell, served: float) -> None:
+        for preset in names:
+            found = run(cell, group.seed, preset, served)
+            about = {"cell": f"{group.gpu}, {group.load}, {group.limit}, {arrivals}", "seed": group.seed}
+            rows.append({**about, "preset": preset, **{key: found[key] for key in (*_FIGURES, _SERVED)}})
+
+    add("at once", first, 1.0)
+    served = rows[0][_SERVED]
+    if group.load in TURNS:
+        served *= first.num_requests / len(trace_of(first, group.seed, 1.0).prompt_lens)
+    for arrivals, cell in group.others(served):
+        add(arrivals, cell, served)
+    return {"rows": rows}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,56 +214,32 @@ def _gains(cells: Mapping[str, Mapping[int, Mapping[str, Row]]]) -> list[str]:
     return lines
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a file; none if there is no file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _rows_of(group: Group, scale: int) -> list[Row]:
-    return group.rows(scale)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Simulate what a folder lacks, and report; returns the exit status."""
     parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out-dir", type=NewFolder(_REPORT, journals=[_CELLS]), required=True)
     parser.add_argument(
-        "--loads",
-        type=lambda text: text.split(","),
-        default=list(LOADS),
-        help=f"only these, of {','.join(LOADS)}",
+        "--out-dir", type=NewFolder("results.json", "report.md", journals=["cells.jsonl"]), required=True
     )
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on (default: 3)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument(
+        "--loads", type=list_of(str), default=list(LOADS), help=f"some of {','.join(LOADS)} (default: all)"
+    )
+    parser.add_argument("--seeds", type=list_of(int), default="0,1,2", help="(default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--scale", type=int, default=1, help="divide the numbers of requests, for a trial")
     args = parser.parse_args(argv)
-    for name in ("seeds", "jobs", "scale"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
-    if unknown := {*args.loads} - LOADS.keys():
-        parser.error(f"--loads: there is no {', '.join(sorted(unknown))}; there are {', '.join(LOADS)}")
-    cells = args.out_dir / _CELLS
-    args.out_dir.mkdir(parents=True, exist_ok=True)
-    if args.overwrite:
-        cells.unlink(missing_ok=True)
-    known = read(cells)
-    if others := {row["scale"] for row in known} - {args.scale}:
-        parser.error(f"--scale {args.scale}: {cells} has rows of --scale {others.pop()}; name another folder")
-    groups = [
-        group
-        for seed, gpu, load, limit in itertools.product(range(args.seeds), GPUS, args.loads, LIMITS)
-        if not (group := Group(gpu, load, limit, seed)).is_in(known)
-    ]
-    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        jobs = [pool.submit(_rows_of, group, args.scale) for group in groups]
-        for job in concurrent.futures.as_completed(jobs):
-            with cells.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in job.result())
-    text = report(read(cells))
+    if not {*args.loads} <= LOADS.keys():
+        parser.error(f"--loads {','.join(args.loads)}: name some of {', '.join(LOADS)}")
+    if args.jobs < 1 or args.scale < 1:
+        parser.error("--jobs and --scale must be at least 1")
+    command = ["python", "scripts/grid_on_silicon.py", *(sys.argv[1:] if argv is None else argv)]
+    kinds = itertools.product(args.seeds, GPUS, args.loads, LIMITS)
+    groups = [Group(gpu, load, limit, seed, args.scale) for seed, gpu, load, limit in kinds]
+    found = run_all(groups, run_group, jobs=args.jobs, journal=args.out_dir / "cells.jsonl")
+    rows = [row for group in found for row in group["rows"]]
+    write_json(args.out_dir / "results.json", {"command": command_line(command), "rows": rows})
+    text = report(rows)
+    (args.out_dir / "report.md").write_text(text + "\n", encoding="utf-8")
     print(text)
-    (args.out_dir / _REPORT).write_text(text + "\n", encoding="utf-8")
     return 0
 
 

@@ -286,13 +286,8 @@ class PoolPreview:
 
     def _look_up(self, names: Sequence[BlockName], on_host: _OnHost) -> Iterator[tuple[object, bool]]:
         """Of each name where its block will be, and whether that is nobody's, or may be."""
-        num_references, gone, held, computed = (
-            self._pool.num_references,
-            self._gone,
-            self._held,
-            self._computed,
-        )
-        stored = {} if on_host is None else on_host.places
+        num_references, gone = self._pool.num_references, self._gone
+        held, computed = self._held, self._computed
         for name, block_ids in zip(names, map(self._pool.names.places.get, names), strict=True):
             may_be_free = False
             for block_id in block_ids or ():
@@ -304,7 +299,7 @@ class PoolPreview:
                 if name in computed:
                     yield _Walk.COMPUTED, False
                 else:
-                    yield (stored[name][0] if name in stored else None), False
+                    yield (None if on_host is None else on_host.first(name)), False
 
     def hold(self, hit: Hit) -> None:
         """What was found."""

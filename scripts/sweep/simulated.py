@@ -261,9 +261,9 @@ def source_files() -> list[pathlib.Path]:
     folders += [
         package / "engine",
         package / "types",
-        *(scripts / name for name in ("paper", "policies", "sweep")),
+        *(scripts / name for name in ("paper", "sweep")),
     ]
-    found = sorted(package.glob("*.py"))
+    found = [*sorted(package.glob("*.py")), *sorted(scripts.glob("*_on_silicon.py"))]
     for folder in folders:
         found += [path for path in sorted(folder.glob("**/*.py")) if "report" not in path.name]
     return found

@@ -4,7 +4,7 @@ import json
 
 import grid_on_silicon
 import pytest
-from grid_on_silicon import Group, report
+from grid_on_silicon import Group, report, run_group
 
 SCALE = 60
 
@@ -19,51 +19,60 @@ def rows_of(cell: str, figures: dict[str, tuple[float, ...]], preset: str = "vll
 
 
 def test_a_group_has_every_arrival_process_and_preset():
-    rows = Group("H100", "chat", 256, 1).rows(SCALE)
+    rows = run_group(Group("H100", "chat", 256, 1, SCALE))["rows"]
     cells = list(dict.fromkeys(row["cell"] for row in rows))
     arrivals = ["at once", "Poisson 0.7", "Poisson 1.1", "closed"]
     assert cells == [f"H100, chat, 256, {one}" for one in arrivals]
     assert [row["preset"] for row in rows] == [*grid_on_silicon.PRESETS] * 4
-    assert all(row["tokens_per_second"] > 0 for row in rows)
-    assert Group("H100", "chat", 256, 1).is_in(rows)
-    assert not any(
-        Group(*other).is_in(rows) for other in (("H100", "chat", 1024, 1), ("H100", "chat", 256, 0))
-    )
+    assert all(row["tokens_per_second"] > 0 and row["seed"] == 1 for row in rows)
 
 
 def test_agents_are_beside_published_caches_and_begin_at_shares_of_what_is_served():
-    group = Group("A100", "turns", 256, 0)
-    rows = group.rows(SCALE)
+    rows = run_group(Group("A100", "turns", 256, 0, SCALE))["rows"]
     assert {row["preset"] for row in rows} == {*grid_on_silicon.PRESETS, *grid_on_silicon.CACHES}
     served = [row["requests_per_second"] for row in rows if row["preset"] == "vllm_v1"]
     assert len(served) == 3
     assert max(served[1:]) <= served[0] * 1.01
 
 
-def test_a_run_goes_on_with_its_file(tmp_path, capsys, monkeypatch):
+def test_a_run_goes_on_where_it_was_broken_off(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(grid_on_silicon, "GPUS", {"H100": grid_on_silicon.GPUS["H100"]})
     monkeypatch.setattr(grid_on_silicon, "LIMITS", (256,))
-    path = tmp_path / "cells.jsonl"
-    kept = Group("H100", "chat", 256, 0).rows(SCALE)
-    path.write_text("".join(json.dumps({**row, "mean_latency_seconds": 7.0}) + "\n" for row in kept))
-    options = ["--out-dir", str(tmp_path), "--loads", "chat", "--jobs", "1"]
-    assert grid_on_silicon.main([*options, "--scale", str(SCALE), "--seeds", "2"]) == 0
-    rows = grid_on_silicon.read(path)
-    assert [row["seed"] for row in rows] == [0] * len(kept) + [1] * len(kept)
-    assert {row["mean_latency_seconds"] for row in rows if not row["seed"]} == {7.0}
+    of_group, ran = grid_on_silicon.run_group, []
+
+    def run_some(group):
+        ran.append(group.seed)
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        return of_group(group)
+
+    monkeypatch.setattr(grid_on_silicon, "run_group", run_some)
+    options = ["--out-dir", str(tmp_path), "--loads", "chat", "--jobs", "1", "--scale", str(SCALE)]
+    with pytest.raises(KeyboardInterrupt):
+        grid_on_silicon.main([*options, "--seeds", "0,1"])
+    with (tmp_path / "cells.jsonl").open("a") as file:
+        file.write('[{"gpu": "H100", "lo')  # the process was killed while it wrote
+    assert grid_on_silicon.main([*options, "--seeds", "0,1"]) == 0
+    assert ran == [0, 1, 1]
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["seed"] for row in rows] == [0] * 12 + [1] * 12
     text = (tmp_path / "report.md").read_text()
     assert "- swaps a request, at most 3.0: 4 of 4 cells" in text
     assert text == capsys.readouterr().out
-    for wrong, words in (
-        ([*options, "--scale", "2"], f"has rows of --scale {SCALE}"),
-        ([*options, "--loads", "chat,code"], "there is no code; there are chat, "),
-    ):
-        with pytest.raises(SystemExit):
-            grid_on_silicon.main(wrong)
-        assert words in capsys.readouterr().err
-    again = [*options, "--scale", str(2 * SCALE), "--seeds", "1", "--overwrite"]
-    assert grid_on_silicon.main(again) == 0
-    assert {row["scale"] for row in grid_on_silicon.read(path)} == {2 * SCALE}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--loads", "chat,code"], "--loads chat,code: name some of chat, "),
+        (["--scale", "0"], "--jobs and --scale must be at least 1"),
+        (["--seeds", "1,1"], "names something twice"),
+    ],
+)
+def test_wrong_options_are_one_error(tmp_path, capsys, wrong, words):
+    with pytest.raises(SystemExit):
+        grid_on_silicon.main(["--out-dir", str(tmp_path), *wrong])
+    assert words in capsys.readouterr().err
 
 
 def test_the_report_names_who_misses_a_bar_the_worst_first():
