@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 _WINDOW, _TRIAL = 32.0, 4.0
 _KEPT, _LEAST = 0.95, 1e-3
-_FIRST_PATIENCE, _MOST_PATIENCE = 16, 128
+_FIRST_PATIENCE, _MOST_PATIENCE = 16, 64
 _CLEAR = 1.2
 _CREDIT = 1.03
 
@@ -20,16 +20,17 @@ class Regime:
     it is tried for a whole window, for what pays now may not have paid a moment ago.
 
     Args:
-        num_ways: of how many. Each is tried once, in order. The last is the best as long as no other one is
-            clearly faster (`_CREDIT`).
+        num_ways: of how many. Each is tried once, in order.
+        usual: the best as long as no other one is clearly faster (`_CREDIT`); None for the last.
         begins_with_last: the last one is taken at once, and others are tried as they are later.
 
     Attributes:
         way: which one to take now.
     """
 
-    def __init__(self, num_ways: int, *, begins_with_last: bool = False) -> None:
+    def __init__(self, num_ways: int, *, usual: int | None = None, begins_with_last: bool = False) -> None:
         """Nothing was measured."""
+        self._usual = num_ways - 1 if usual is None else usual
         self._best, self._tries_in_order = num_ways - 1, not begins_with_last
         self.way = self._best if begins_with_last else 0
         self._totals = [(0.0, 0.0)] * num_ways  # work and seconds, what was before counts less
@@ -94,7 +95,7 @@ class Regime:
                 if not done:
                     return way
         speeds = [done / seconds if done else 0.0 for done, seconds in self._totals]
-        speeds[-1] *= _CREDIT
+        speeds[self._usual] *= _CREDIT
         best = speeds.index(max(speeds))
         if best != self._best:
             self._patience[self._best] = self._num_left[self._best] = _FIRST_PATIENCE

@@ -240,7 +240,9 @@ class ByCost:
     def _regime(self, num_decodes: int) -> Regime:
         size = round(2 * math.log2(max(1, num_decodes)))
         if size not in self._regimes:  # other sizes have told enough for predictions
-            self._regimes[size] = Regime(3, begins_with_last=bool(self._regimes))
+            # One request alone has no others whose drafts are likelier.
+            usual = _ALL if size == 0 else _BY_COST
+            self._regimes[size] = Regime(3, usual=usual, begins_with_last=bool(self._regimes))
         return self._regimes[size]
 
     def asked(self, seconds: float, num_steps: int) -> None:

@@ -119,6 +119,31 @@ def test_a_way_that_has_become_the_slowest_is_left_though_all_are_faster():
     assert np.mean(np.array(ways[4:]) == 0) < 0.02
 
 
+@pytest.mark.parametrize("usual", range(3))
+def test_of_ways_that_are_alike_the_usual_one_is_taken(usual):
+    regime, random, ways = Regime(3, usual=usual), np.random.default_rng(3), []
+    for _ in range(4000):
+        ways.append(regime.way)
+        regime.observe(8, random.uniform(0.9, 1.1))
+    assert np.mean(np.array(ways[400:]) == usual) > 0.85
+
+
+def test_that_another_way_has_become_the_fastest_is_noticed_soon():
+    regime, ways = Regime(3), []
+    for seconds in (3.0, 0.6):
+        for _ in range(20_000):
+            ways.append(regime.way)
+            regime.observe(8, (seconds, 1.0, 1.0)[regime.way])
+    assert 0 < ways[20_000:].index(0) < 4 * 66, "windows of four"
+    assert np.mean(np.array(ways[20_600:]) == 0) > 0.9
+
+
+def test_of_one_request_alone_all_drafts_are_the_usual_way():
+    """There is no other one whose drafts are likelier."""
+    policy = ByCost(UnknownCosts())
+    assert [policy._regime(count)._usual for count in (1, 2, 8)] == [0, 2, 2]
+
+
 def test_a_slow_way_is_not_tried_for_long():
     """As long as the best takes for a trial and another, not until it has done as much."""
     regime, wasted = Regime(3), []
