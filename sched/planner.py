@@ -200,11 +200,8 @@ class PolicyPlanner(Planner):
 
     def _take_in(self, plan: Plan, room: Room, now: float) -> None:
         """Add to `plan` who resumes or starts."""
-        state, first, num_tokens = self._state, self._state.first_queued(), room.num_tokens
-        assert first is not None  # somebody is queued
-        num_passing = math.inf
-        if self._policy.patience is not None and not state.sits_out(first):
-            num_passing = self._policy.patience - first.num_passed
+        state, num_tokens = self._state, room.num_tokens
+        first, num_passing = self._most_passing(now)
         if num_passing <= 0:
             plan.reserved = first
             resuming = self._take(plan, state.swapped, room, now, only=first)
@@ -229,6 +226,19 @@ class PolicyPlanner(Planner):
         plan.starting = [(offer.request, offer.length) for offer in starting]
         plan.fetching = {offer.request: offer.decision for offer in starting if offer.copies}
         plan.decodes = plan.decodes and (self._mixes or not computes)
+
+    def _most_passing(self, now: float) -> tuple[Request, float]:
+        """Who is queued, and by how many it may be passed over: the first, or one that is overdue."""
+        state, policy, num_passing = self._state, self._policy, math.inf
+        if policy.max_extra_wait is not None:
+            overdue = state.waits.overdue(now, policy.max_extra_wait)
+            if overdue is not None and not state.has_to_wait(overdue):
+                return overdue, 0
+        first = state.first_queued()
+        assert first is not None  # somebody is queued
+        if policy.patience is not None and not state.sits_out(first):
+            num_passing = policy.patience - first.num_passed
+        return first, num_passing
 
     def _take_sets(self, plan: Plan, room: Room, now: float) -> tuple[list[Offer], list[Offer]]:
         """Who resumes, and who starts; one of the two, and the other in what is left, where both may."""

@@ -109,7 +109,8 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     outputs get, and who loses its blocks is chosen by what that costs; what the prefix cache has no room for
     goes to the host ahead of need where that pays, and what costs most to compute again stays there; turns of
     conversations are the more urgent the more they find, and are held on the device where others were lost;
-    and nobody is passed over for ever. docs/results.md says what each is worth, and how it was chosen.
+    nobody is passed over for ever, and no new request waits much longer than in order of arrival.
+    docs/results.md says what each is worth, and how it was chosen.
 
     Raises:
         ConfigError: `costs` is missing.
@@ -127,6 +128,7 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
         retention=CostOverIdleTime(costs),
         hold=HoldIfLost(costs),
         patience=128,
+        max_extra_wait=0.05,
     )
 
 
@@ -140,6 +142,7 @@ def _ordered(priority: PriorityPolicy, costs: CostModel, margin: float | None) -
         restore=MoreUrgentFirst(priority),
         hold=NoHold(),
         patience=1024,
+        max_extra_wait=None,
     )
 
 

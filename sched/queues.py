@@ -18,6 +18,8 @@ from jaxllm.types import Request
 _MAX_LOOKED_PAST = 256
 """Requests that a visit leaves where they are before it ends, those of a group of too long ones apart."""
 
+_NUM_WAITS = 64
+
 _Place = tuple[float, int]
 _Group = collections.deque[tuple[_Place, Request]]
 
@@ -171,3 +173,46 @@ class RequestQueue:
                 f"{called(self._priority)} scores {request!r} with {shown(score)}, which is not a number"
             )
         return score
+
+
+class Waits:
+    """How long new requests have waited, and how long they would have in order of arrival.
+
+    They start at some pace, in whatever order. In order of arrival each would have started when as many
+    prompt tokens had started as had come until it came, its own included.
+    """
+
+    def __init__(self) -> None:
+        """Nobody waits, and nobody ever did."""
+        self._new: collections.OrderedDict[str, Request] = collections.OrderedDict()
+        self._in_order: collections.deque[tuple[int, float]] = collections.deque()  # of those yet to start so
+        self._num_come = self._num_started = 0  # prompt tokens
+        self._longest: collections.deque[float] = collections.deque(maxlen=_NUM_WAITS)
+
+    def begin(self, request: Request) -> None:
+        """Let a new request wait; nothing happens if it is not new, or goes on with a conversation."""
+        is_new = request.metrics.first_scheduled_time is None
+        if is_new and request.program_arrival_time >= request.arrival_time:
+            self._num_come += request.num_prompt_tokens
+            self._in_order.append((self._num_come, request.arrival_time))
+            self._new[request.request_id] = request
+
+    def end(self, request: Request, now: float) -> None:
+        """Let a request wait no longer, whatever the reason; nothing happens if it was not new."""
+        if self._new.pop(request.request_id, None) is not None:
+            self._num_started += request.num_prompt_tokens
+            while self._in_order and self._in_order[0][0] <= self._num_started:
+                self._longest.append(now - self._in_order.popleft()[1])
+
+    def overdue(self, now: float, share: float) -> Request | None:
+        """The new request that came first, if it waits longer by `share` than anybody would in that order.
+
+        The longest of the last 64 waits in order of arrival counts, and that which has not ended.
+        """
+        if not self._new:
+            return None
+        first = next(iter(self._new.values()))
+        longest = max(self._longest, default=0.0)
+        if self._in_order:
+            longest = max(longest, now - self._in_order[0][1])
+        return first if now - first.arrival_time > (1.0 + share) * longest else None

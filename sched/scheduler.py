@@ -228,10 +228,10 @@ class Scheduler:
     def sit_out(self, request_ids: Collection[str]) -> None:
         """Let these requests get no tokens until the next call, and those of the last call go on.
 
-        They have computed their prompts, and no step of theirs is in flight. They keep what they hold, unless
-        others need it.
+        They have computed their prompts, no step of theirs is in flight, and they keep what is not needed.
         """
-        self._state.sit_out(request_ids)
+        if request_ids or self._state.sitting_out:
+            self._state.sit_out(request_ids)
 
     def schedule(
         self, now: float, copies: CopyProgress = NO_COPIES, max_decode_steps: int = 1

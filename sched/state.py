@@ -17,7 +17,7 @@ from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.priority import CachePriority, PriorityPolicy
 from jaxllm.sched.policies.retention import LeastRecentlyUsed, QueueAwareRetention, RetentionPolicy
 from jaxllm.sched.pool_state import PoolState, Progress
-from jaxllm.sched.queues import RequestQueue
+from jaxllm.sched.queues import RequestQueue, Waits
 from jaxllm.sched.running import RunningRequests
 from jaxllm.types import CopyProgress, HostBlock, Request, RequestStatus, Swap
 
@@ -99,6 +99,7 @@ class SchedulerState:
         self.copied_out_at: dict[str, float] = {}
         self.copy_out_until = self.copy_in_until = float("-inf")
         self._queued: list[tuple[int, int, Request]] = []  # a heap; with some that are queued no longer
+        self.waits = Waits()
         self._numbers = itertools.count()  # so that requests are never compared
 
     # Views
@@ -183,8 +184,6 @@ class SchedulerState:
 
     def sit_out(self, request_ids: Collection[str]) -> None:
         """Let these get no tokens from now on, and those who sat out before go on."""
-        if not (request_ids or self.sitting_out):
-            return
         self.sitting_out = frozenset(request_ids)
         aside, self.aside = self.aside, []
         for request in aside:
@@ -363,6 +362,7 @@ class SchedulerState:
         self.absences.pop(request.request_id, None)
         queue = self.swapped if request.status is RequestStatus.SWAPPED else self.waiting
         queue.remove(request)
+        self.waits.end(request, self.host.now)
         for name in self._watched.pop(request.request_id, ()):
             self.pool.names.unwatch(name)
             self.host.names.unwatch(name)
@@ -391,6 +391,7 @@ class SchedulerState:
         else:
             request.status = RequestStatus.SWAPPED
             self.swapped.add(request)
+        self.waits.begin(request)
         heapq.heappush(self._queued, (request.arrival_index, next(self._numbers), request))
 
 

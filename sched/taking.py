@@ -135,7 +135,8 @@ class Taking:
         if offer is None or offer.num_needed > room.num_blocks:
             self._remember(request)
             return self._too_large
-        if state.is_coming(offer.hit.copied) or (offer.num_left > 1 and room.num_chunks < 1):
+        is_coming = bool(offer.hit.copied) and state.is_coming(offer.hit.copied)
+        if is_coming or (offer.num_left > 1 and room.num_chunks < 1):
             return self._unsuited
         if offer.copies and not (offer.is_swapped and self.is_forced):
             offer = self._ask(offer)

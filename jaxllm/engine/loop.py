@@ -293,8 +293,10 @@ class Loop:
             if begun is not None and not concurrent.futures.wait([begun], _SOON).done:
                 self.outbox.send()  # what others have sampled need not wait, too
                 concurrent.futures.wait([begun], seconds)
-        while not self.scheduler.lets_sit_out and not all(one.is_ready for one in self._late.values()):
-            mask_threads().wait([one for one in self._late.values() if not one.is_ready], _SECONDS_OF_MASKS)
+        while self._late and not self.scheduler.lets_sit_out:
+            if not (unready := [one for one in self._late.values() if not one.is_ready]):
+                break
+            mask_threads().wait(unready, _SECONDS_OF_MASKS)
         for request_id, grammar in list(self._late.items()):
             if grammar.is_ready:
                 del self._late[request_id]

@@ -219,7 +219,7 @@ class HostPool:
 
     def emit(self, step_id: int) -> tuple[HostPiece, ...]:
         """What to tell executors with a step: pieces that are gone."""
-        dropped = self.take_dropped()
+        dropped = self.take_dropped() if self._dropped else ()
         if self._read:
             self._reading.append((step_id, self._read))
             self._read = []

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
@@ -324,10 +325,13 @@ class SchedulerPolicy:
         patience: how many others at most start or resume while the request that arrived first, of those
             without blocks, is passed over. After that nobody does until it has, and then it keeps its blocks
             as long as anybody else can be preempted: so every request ends. None bounds nothing.
+        max_extra_wait: by what share longer a new request may wait than the longest waits lately would have
+            been in order of arrival (`jaxllm.sched.queues.Waits`). One that has waited longer is next, as
+            by `patience`. None bounds nothing.
 
     Raises:
-        ConfigError: a part lacks what it is asked, there is no such question, or `patience` is no positive
-            integer.
+        ConfigError: a part lacks what it is asked, there is no such question, `patience` is no positive
+            integer, or `max_extra_wait` no positive number.
     """
 
     priority: PriorityPolicy = dataclasses.field(default_factory=FCFSPriority)
@@ -342,6 +346,7 @@ class SchedulerPolicy:
     hold: HoldPolicy = dataclasses.field(default_factory=NoHold)
     length: LengthPolicy | None = None
     patience: int | None = 1024
+    max_extra_wait: float | None = None
 
     def __post_init__(self) -> None:
         for question, protocol in QUESTIONS.items():
@@ -358,6 +363,11 @@ class SchedulerPolicy:
             isinstance(patience, bool) or not isinstance(patience, int) or patience < 1
         ):
             raise ConfigError(f"patience must be None or an integer of at least 1, got {shown(patience)}")
+        extra = self.max_extra_wait
+        if extra is not None and (
+            isinstance(extra, bool) or not isinstance(extra, (int, float)) or not 0.0 < extra < math.inf
+        ):
+            raise ConfigError(f"max_extra_wait must be None or a positive number, got {shown(extra)}")
 
     @property
     def may_swap(self) -> bool:

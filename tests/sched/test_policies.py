@@ -77,6 +77,12 @@ def test_patience_is_checked(patience):
         SchedulerPolicy(patience=patience)
 
 
+@pytest.mark.parametrize("share", [0, -0.1, True, "0.1", float("nan"), float("inf")])
+def test_extra_waits_are_checked(share):
+    with pytest.raises(ConfigError, match="max_extra_wait must be None or a positive number"):
+        SchedulerPolicy(max_extra_wait=share)
+
+
 # Priorities
 
 

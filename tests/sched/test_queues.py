@@ -7,7 +7,7 @@ from scheduler_helpers import make_request
 
 from jaxllm.errors import KVCacheError
 from jaxllm.sched.policies import FairPriority, FairTurns, FCFSPriority
-from jaxllm.sched.queues import RequestQueue, Verdict
+from jaxllm.sched.queues import RequestQueue, Verdict, Waits
 
 
 class Scrambled:
@@ -119,3 +119,56 @@ def test_removing_a_stranger_is_an_error():
     with pytest.raises(KVCacheError, match="is not in the queue"):
         queue.remove(request)
     assert len(queue) == 0
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_waits_are_compared_with_those_in_order_of_arrival(data):
+    """Against a queue that is served in order, by as many prompt tokens as have started."""
+    waits, queued, come, number, now = Waits(), [], [], 0, 0.0
+    num_started, in_order = 0, []
+    for _ in range(data.draw(st.integers(1, 60))):
+        now += data.draw(st.sampled_from([0.0, 0.5, 3.0]))
+        if not queued or data.draw(st.booleans()):
+            request = make_request(number, data.draw(st.integers(1, 9)), arrival_time=now)
+            number += 1
+            waits.begin(request)
+            queued.append(request)
+            come.append((request.num_prompt_tokens, now))
+        else:
+            request = queued.pop(data.draw(st.integers(0, len(queued) - 1)))
+            waits.end(request, now)
+            num_started += request.num_prompt_tokens
+            while come and sum(count for count, _ in come[: len(in_order) + 1]) <= num_started:
+                if len(in_order) == len(come):
+                    break
+                in_order.append(now - come[len(in_order)][1])
+        lasting = [now - at for _, at in come[len(in_order) : len(in_order) + 1]]
+        longest = max([*in_order[-64:], *lasting], default=0.0)
+        found = waits.overdue(now, 0.25)
+        late = [one for one in queued if now - one.arrival_time > 1.25 * longest]
+        assert found is (late[0] if late else None)
+
+
+def test_who_was_started_before_or_goes_on_with_a_conversation_is_never_overdue():
+    waits = Waits()
+    before, turn, new = (make_request(index, 4, arrival_time=1.0) for index in range(3))
+    before.metrics.first_scheduled_time, turn.program_arrival_time = 2.0, 0.5
+    for request in (before, turn):
+        waits.begin(request)
+    assert waits.overdue(100.0, 0.05) is None
+    waits.begin(new)
+    assert waits.overdue(100.0, 0.05) is None, "in order of arrival it had waited as long"
+    for request in (before, turn, new):
+        waits.end(request, 100.0)
+    assert waits.overdue(200.0, 0.05) is None
+
+
+def test_where_all_came_at_once_nobody_is_overdue():
+    """Whoever goes first: in order of arrival somebody would wait until now, too."""
+    waits, requests = Waits(), [make_request(index, 1 + index % 7, arrival_time=0.0) for index in range(50)]
+    for request in requests:
+        waits.begin(request)
+    for now, request in enumerate(sorted(requests, key=lambda one: one.num_prompt_tokens)):
+        assert waits.overdue(float(now), 0.05) is None
+        waits.end(request, float(now))

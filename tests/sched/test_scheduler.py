@@ -418,16 +418,20 @@ def test_swapped_and_waiting_requests_take_room_in_one_iteration():
 # A bound on waiting
 
 
-def flood(policy, count):
-    """Ids in the order of their starts: a long request, and more short ones than there is room for."""
+def flood(policy, count, *, comes_later=False):
+    """Ids in the order of their starts: a long request, and more short ones than there is room for.
+
+    They come step by step, and say so with `comes_later`; else they are older than that.
+    """
     scheduler = make_scheduler(policy, num_gpu_blocks=10)
     scheduler.add(make_request(0, 1, max_new_tokens=10))
     started = []
     for index in range(1, count):
+        came = float(index * comes_later)
         if index == 3:
-            scheduler.add(make_request(1000, 30, max_new_tokens=9, arrival_time=0.0, arrival_index=1))
-        scheduler.add(make_request(2 * index, 2, max_new_tokens=10, arrival_time=0.0))
-        scheduler.add(make_request(2 * index + 1, 2, max_new_tokens=10, arrival_time=0.0))
+            scheduler.add(make_request(1000, 30, max_new_tokens=9, arrival_time=came, arrival_index=1))
+        scheduler.add(make_request(2 * index, 2, max_new_tokens=10, arrival_time=came))
+        scheduler.add(make_request(2 * index + 1, 2, max_new_tokens=10, arrival_time=came))
         output = scheduler.schedule(float(index))
         scheduler.check()
         started += [chunk.request.request_id for chunk in output.prefill if chunk.is_first]
@@ -444,6 +448,19 @@ def test_nobody_is_passed_over_more_often_than_the_policy_says(patience):
     before = [name for name in started[: started.index("r1000")] if int(name[1:]) >= 6]  # it came third
     assert len(before) <= patience
     assert started.index("r1000") < len(started) - 9  # and the others go on
+
+
+def test_no_new_request_waits_much_longer_than_in_order_of_arrival():
+    """A long one that short ones would pass for ever."""
+    places = []
+    for share in (0.05, 0.8):
+        policy = dataclasses.replace(SHORT_FIRST, patience=None, max_extra_wait=share)
+        places.append(flood(policy, 400, comes_later=True)[0].index("r1000"))
+    assert places[0] < places[1]
+    started, scheduler = flood(dataclasses.replace(policy, max_extra_wait=None), 400, comes_later=True)
+    assert len(started) > 100
+    assert "r1000" not in started
+    assert scheduler._state.live["r1000"].num_passed > 100
 
 
 def test_only_those_who_pass_the_first_are_bounded():
