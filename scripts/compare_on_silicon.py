@@ -185,6 +185,7 @@ POLICIES: Mapping[str, Callable[[SiliconCostModel], Any]] = {
     "adaptive, fewest computed": part(victim=FewestComputedVictim),
     "adaptive, cost-aware victims": part(victim=CostAwareVictim),
     "adaptive, no admission": part(admission=_none),
+    "adaptive, waits unbounded": part(max_extra_wait=lambda: None),
     "adaptive, past-future": part(admission=PastFuture),
     "adaptive, new-token ratio": part(admission=NewTokenRatio),
     "adaptive, full lengths": part(admission=FullLengthAdmission),
