@@ -180,11 +180,14 @@ class Waits:
 
     They start at some pace, in whatever order. In order of arrival each would have started when as many
     prompt tokens had started as had come until it came, its own included.
+
+    Attributes:
+        new: those that wait, as they came, by id.
     """
 
     def __init__(self) -> None:
         """Nobody waits, and nobody ever did."""
-        self._new: collections.OrderedDict[str, Request] = collections.OrderedDict()
+        self.new: collections.OrderedDict[str, Request] = collections.OrderedDict()
         self._in_order: collections.deque[tuple[int, float]] = collections.deque()  # of those yet to start so
         self._num_come = self._num_started = 0  # prompt tokens
         self._longest: collections.deque[float] = collections.deque(maxlen=_NUM_WAITS)
@@ -195,11 +198,11 @@ class Waits:
         if is_new and request.program_arrival_time >= request.arrival_time:
             self._num_come += request.num_prompt_tokens
             self._in_order.append((self._num_come, request.arrival_time))
-            self._new[request.request_id] = request
+            self.new[request.request_id] = request
 
     def end(self, request: Request, now: float) -> None:
         """Let a request wait no longer, whatever the reason; nothing happens if it was not new."""
-        if self._new.pop(request.request_id, None) is not None:
+        if self.new.pop(request.request_id, None) is not None:
             self._num_started += request.num_prompt_tokens
             while self._in_order and self._in_order[0][0] <= self._num_started:
                 self._longest.append(now - self._in_order.popleft()[1])
@@ -209,9 +212,9 @@ class Waits:
 
         The longest of the last 64 waits in order of arrival counts, and that which has not ended.
         """
-        if not self._new:
+        if not self.new:
             return None
-        first = next(iter(self._new.values()))
+        first = next(iter(self.new.values()))
         longest = max(self._longest, default=0.0)
         if self._in_order:
             longest = max(longest, now - self._in_order[0][1])
