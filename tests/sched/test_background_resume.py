@@ -171,6 +171,7 @@ def test_a_prompt_whose_blocks_a_load_holds_waits_for_that():
         state.grow(request, num_computed)
         state.activate(request)
         request.num_computed_tokens = num_computed
+        request.metrics.first_scheduled_time = 0.0
     for request in (first, second):
         Iteration(state, None, 0, 0.0).preempt(request, Decision(PreemptionAction.SWAP))
     scheduler.add(make_request(2, 1, max_new_tokens=9))
