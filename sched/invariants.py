@@ -72,9 +72,9 @@ def check_invariants(state: SchedulerState, held_ids: Collection[int] = ()) -> N
     _require(sorted(slots) == list(range(state.config.max_num_seqs)), f"slots free or held: {sorted(slots)}")
     first = min([*waiting, *swapped], key=lambda request: request.arrival_index, default=None)
     _require(state.first_queued() is first, f"{first} is the first that is queued")
-    new = [request for request in waiting if request.metrics.first_scheduled_time is None]
-    alone = {one.request_id for one in new if one.program_arrival_time >= one.arrival_time}
-    _require(state.waits.new.keys() == alone, f"{sorted(alone)} are new, not {sorted(state.waits.new)}")
+    alone = [request for request in (*waiting, *swapped) if not request.goes_on]
+    first = min(alone, key=lambda request: request.arrival_index, default=None)
+    _require(state.first_queued(is_alone=True) is first, f"{first} is the first that is queued alone")
 
 
 def _require_each(requests: Iterable[Request], holds: Callable[[Request], bool], problem: str) -> None:

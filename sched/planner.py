@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import heapq
 import math
 import numbers
@@ -200,8 +201,8 @@ class PolicyPlanner(Planner):
 
     def _take_in(self, plan: Plan, room: Room, now: float) -> None:
         """Add to `plan` who resumes or starts."""
-        state, num_tokens = self._state, room.num_tokens
-        first, num_passing = self._most_passing(now)
+        state, num_tokens, room.latest = self._state, room.num_tokens, self._latest(now)
+        first, num_passing = self._most_passing()
         if num_passing <= 0:
             plan.reserved = first
             resuming = self._take(plan, state.swapped, room, now, only=first)
@@ -227,18 +228,23 @@ class PolicyPlanner(Planner):
         plan.fetching = {offer.request: offer.decision for offer in starting if offer.copies}
         plan.decodes = plan.decodes and (self._mixes or not computes)
 
-    def _most_passing(self, now: float) -> tuple[Request, float]:
-        """Who is queued, and by how many it may be passed over: the first, or one that is overdue."""
-        state, policy, num_passing = self._state, self._policy, math.inf
-        if policy.max_extra_wait is not None:
-            overdue = state.waits.overdue(now, policy.max_extra_wait)
-            if overdue is not None and not state.has_to_wait(overdue):
-                return overdue, 0
+    def _most_passing(self) -> tuple[Request, float]:
+        """The first that is queued, and by how many it may be passed over."""
+        state, patience = self._state, self._policy.patience
         first = state.first_queued()
         assert first is not None  # somebody is queued
-        if policy.patience is not None and not state.sits_out(first):
-            num_passing = policy.patience - first.num_passed
-        return first, num_passing
+        return first, math.inf if patience is None or state.sits_out(first) else patience - first.num_passed
+
+    def _latest(self, now: float) -> float:
+        """When whoever takes room must have come, lest the first that is queued waits for too long."""
+        state, share = self._state, self._policy.max_extra_wait
+        if share is None or not state.num_holders:
+            return math.inf
+        first = state.first_queued(is_alone=True)
+        if first is None or first.num_in_flight or state.has_to_wait(first) or state.sits_out(first):
+            return math.inf
+        waited = now - first.arrival_time
+        return now - waited / (1.0 + share) if waited > 0.0 else math.inf
 
     def _take_sets(self, plan: Plan, room: Room, now: float) -> tuple[list[Offer], list[Offer]]:
         """Who resumes, and who starts; one of the two, and the other in what is left, where both may."""
@@ -246,7 +252,7 @@ class PolicyPlanner(Planner):
         resuming: list[Offer] = []
         # A copy that is all there is to wait for is alone.
         if state.swapped and (state.num_holders or not state.loading):
-            alone = Room(room.num_blocks, room.num_tokens, room.num_slots, room.num_chunks)
+            alone = dataclasses.replace(room)
             resuming = self._take(plan, state.swapped, room, now)
         starting = self._take(plan, state.waiting, alone, now)
         if resuming and starting:

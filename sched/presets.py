@@ -109,7 +109,7 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     outputs get, and who loses its blocks is chosen by what that costs; what the prefix cache has no room for
     goes to the host ahead of need where that pays, and what costs most to compute again stays there; turns of
     conversations are the more urgent the more they find, and are held on the device where others were lost;
-    nobody is passed over for ever, and no new request waits much longer than in order of arrival.
+    nobody is passed over for ever, and those who come much later do not go first.
     docs/results.md says what each is worth, and how it was chosen.
 
     Raises:

@@ -18,8 +18,6 @@ from jaxllm.types import Request
 _MAX_LOOKED_PAST = 256
 """Requests that a visit leaves where they are before it ends, those of a group of too long ones apart."""
 
-_NUM_WAITS = 64
-
 _Place = tuple[float, int]
 _Group = collections.deque[tuple[_Place, Request]]
 
@@ -56,6 +54,7 @@ class RequestQueue:
         self._lengths: collections.defaultdict[int, int] = collections.defaultdict(int)
         self._shortest: int | None = None  # None if it must be looked for
         self._groups_are_lengths = True
+        self._late_are_last = True  # in every group, and none of them goes on with a conversation
         self._size = 0
         self.num_tokens = 0
 
@@ -86,12 +85,13 @@ class RequestQueue:
         if key != length:
             self._groups_are_lengths = False
         group = self._groups.setdefault(key, collections.deque())
-        if not group or group[-1][0] < entry[0]:
-            group.append(entry)
-        elif entry[0] < group[0][0]:
-            group.appendleft(entry)
-        else:
-            group.insert(bisect.bisect_left(group, entry[0], key=operator.itemgetter(0)), entry)
+        index = len(group)
+        if group and not group[-1][0] < entry[0]:
+            index = bisect.bisect_left(group, entry[0], key=operator.itemgetter(0))
+        group.insert(index, entry)
+        beside = range(max(0, index - 1), min(index + 2, len(group)))
+        came = [group[place][1].arrival_time for place in beside]
+        self._late_are_last &= came == sorted(came) and not request.goes_on
         self._lengths[length] += 1
         if self._shortest is not None and (length < self._shortest or not self._size):
             self._shortest = length
@@ -124,11 +124,16 @@ class RequestQueue:
         self.num_tokens -= length
 
     def visit(
-        self, now: float, judge: Callable[[Request], Verdict], too_long: float = math.inf
+        self,
+        now: float,
+        judge: Callable[[Request], Verdict],
+        too_long: float = math.inf,
+        latest: float = math.inf,
     ) -> list[Request]:
         """Ask `judge` about each request, the most urgent first; returns those to take, still queued.
 
-        It is not asked about those of `too_long` tokens or more, which stay.
+        It is not asked about those of `too_long` tokens or more, which stay, nor about those that came after
+        `latest`, unless they go on with a conversation.
         """
         score, by_length = self._score, self._groups_are_lengths
         heads = [
@@ -142,7 +147,10 @@ class RequestQueue:
         while heads and num_left:
             _, _, place, group = heads[0]
             request = group[place][1]
-            if request.num_tokens < too_long:
+            is_late = request.arrival_time > latest and not request.goes_on
+            if is_late:
+                pass  # it is not looked past, either
+            elif request.num_tokens < too_long:
                 verdict = judge(request)
                 if verdict is Verdict.STOP:
                     break
@@ -155,7 +163,8 @@ class RequestQueue:
             elif not by_length:
                 num_left -= 1
             place += 1
-            if place == len(group) or (by_length and request.num_tokens >= too_long):
+            are_too_long = by_length and request.num_tokens >= too_long
+            if place == len(group) or are_too_long or (is_late and self._late_are_last):
                 heapq.heappop(heads)
             else:
                 follower = group[place][1]
@@ -173,49 +182,3 @@ class RequestQueue:
                 f"{called(self._priority)} scores {request!r} with {shown(score)}, which is not a number"
             )
         return score
-
-
-class Waits:
-    """How long new requests have waited, and how long they would have in order of arrival.
-
-    They start at some pace, in whatever order. In order of arrival each would have started when as many
-    prompt tokens had started as had come until it came, its own included.
-
-    Attributes:
-        new: those that wait, as they came, by id.
-    """
-
-    def __init__(self) -> None:
-        """Nobody waits, and nobody ever did."""
-        self.new: collections.OrderedDict[str, Request] = collections.OrderedDict()
-        self._in_order: collections.deque[tuple[int, float]] = collections.deque()  # of those yet to start so
-        self._num_come = self._num_started = 0  # prompt tokens
-        self._longest: collections.deque[float] = collections.deque(maxlen=_NUM_WAITS)
-
-    def begin(self, request: Request) -> None:
-        """Let a new request wait; nothing happens if it is not new, or goes on with a conversation."""
-        is_new = request.metrics.first_scheduled_time is None
-        if is_new and request.program_arrival_time >= request.arrival_time:
-            self._num_come += request.num_prompt_tokens
-            self._in_order.append((self._num_come, request.arrival_time))
-            self.new[request.request_id] = request
-
-    def end(self, request: Request, now: float) -> None:
-        """Let a request wait no longer, whatever the reason; nothing happens if it was not new."""
-        if self.new.pop(request.request_id, None) is not None:
-            self._num_started += request.num_prompt_tokens
-            while self._in_order and self._in_order[0][0] <= self._num_started:
-                self._longest.append(now - self._in_order.popleft()[1])
-
-    def overdue(self, now: float, share: float) -> Request | None:
-        """The new request that came first, if it waits longer by `share` than anybody would in that order.
-
-        The longest of the last 64 waits in order of arrival counts, and that which has not ended.
-        """
-        if not self.new:
-            return None
-        first = next(iter(self.new.values()))
-        longest = max(self._longest, default=0.0)
-        if self._in_order:
-            longest = max(longest, now - self._in_order[0][1])
-        return first if now - first.arrival_time > (1.0 + share) * longest else None

@@ -17,7 +17,7 @@ from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.priority import CachePriority, PriorityPolicy
 from jaxllm.sched.policies.retention import LeastRecentlyUsed, QueueAwareRetention, RetentionPolicy
 from jaxllm.sched.pool_state import PoolState, Progress
-from jaxllm.sched.queues import RequestQueue, Waits
+from jaxllm.sched.queues import RequestQueue
 from jaxllm.sched.running import RunningRequests
 from jaxllm.types import CopyProgress, HostBlock, Request, RequestStatus, Swap
 
@@ -98,8 +98,9 @@ class SchedulerState:
         self.tails: dict[str, tuple[int, list[int]]] = {}
         self.copied_out_at: dict[str, float] = {}
         self.copy_out_until = self.copy_in_until = float("-inf")
-        self._queued: list[tuple[int, int, Request]] = []  # a heap; with some that are queued no longer
-        self.waits = Waits()
+        # Heaps; with some that are queued no longer.
+        self._queued: list[tuple[int, int, Request]] = []
+        self._queued_alone: list[tuple[int, int, Request]] = []
         self._numbers = itertools.count()  # so that requests are never compared
 
     # Views
@@ -149,9 +150,9 @@ class SchedulerState:
             return self.swapped
         return self.waiting if request.status is RequestStatus.WAITING else None
 
-    def first_queued(self) -> Request | None:
-        """Of the requests that are queued the one that arrived first."""
-        queued = self._queued
+    def first_queued(self, *, is_alone: bool = False) -> Request | None:
+        """Of those that are queued, or of those of them without a conversation, the one that came first."""
+        queued = self._queued_alone if is_alone else self._queued
         while queued:
             request = queued[0][2]
             if self.queue_of(request) is not None:
@@ -362,7 +363,6 @@ class SchedulerState:
         self.absences.pop(request.request_id, None)
         queue = self.swapped if request.status is RequestStatus.SWAPPED else self.waiting
         queue.remove(request)
-        self.waits.end(request, self.host.now)
         for name in self._watched.pop(request.request_id, ()):
             self.pool.names.unwatch(name)
             self.host.names.unwatch(name)
@@ -391,8 +391,10 @@ class SchedulerState:
         else:
             request.status = RequestStatus.SWAPPED
             self.swapped.add(request)
-        self.waits.begin(request)
-        heapq.heappush(self._queued, (request.arrival_index, next(self._numbers), request))
+        entry = request.arrival_index, next(self._numbers), request
+        heapq.heappush(self._queued, entry)
+        if not request.goes_on:
+            heapq.heappush(self._queued_alone, entry)
 
 
 def _runs(found: Sequence[object], size: int) -> list[tuple[int, int]]:

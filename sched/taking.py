@@ -27,12 +27,16 @@ AT_ONCE = ResumeDecision(ResumeAction.AT_ONCE)
 
 @dataclasses.dataclass(slots=True)
 class Room:
-    """What is left for those who return or start: blocks, tokens of the iteration, slots, prompts of it."""
+    """What is left for those who return or start: blocks, tokens of the iteration, slots, prompts of it.
+
+    It is for those who came by `latest`.
+    """
 
     num_blocks: int
     num_tokens: int
     num_slots: int
     num_chunks: int
+    latest: float = math.inf
 
 
 @dataclasses.dataclass(slots=True)
@@ -109,7 +113,7 @@ class Taking:
         num_held = self.room.num_blocks * self.state.pool.block_size
         too_long = num_held + 1 if self._too_large is Verdict.SKIP else math.inf
         if only is None:
-            queue.visit(self.now, self._judge, too_long)
+            queue.visit(self.now, self._judge, too_long, math.inf if self.is_forced else self.room.latest)
         else:
             self._judge(only)
         return self.taken

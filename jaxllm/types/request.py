@@ -250,6 +250,11 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it is a later turn of a conversation that somebody follows."""
+        return self.program_arrival_time < self.arrival_time
+
+    @property
     def has_started(self) -> bool:
         """Whether an iteration has ever taken it in."""
         return self.metrics.first_scheduled_time is not None

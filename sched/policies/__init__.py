@@ -325,9 +325,11 @@ class SchedulerPolicy:
         patience: how many others at most start or resume while the request that arrived first, of those
             without blocks, is passed over. After that nobody does until it has, and then it keeps its blocks
             as long as anybody else can be preempted: so every request ends. None bounds nothing.
-        max_extra_wait: by what share longer a new request may wait than the longest waits lately would have
-            been in order of arrival (`jaxllm.sched.queues.Waits`). One that has waited longer is next, as
-            by `patience`. None bounds nothing.
+        max_extra_wait: while somebody without blocks waits for room, by what share longer than anybody who
+            takes some before it it has been here, at most. So of those who come after it only the first pass
+            it, and its wait is longer than in order of arrival by about this share. Those who came together
+            go in any order, and later turns of conversations neither wait for others nor are waited for. None
+            bounds nothing.
 
     Raises:
         ConfigError: a part lacks what it is asked, there is no such question, `patience` is no positive

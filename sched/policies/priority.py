@@ -127,6 +127,6 @@ class FairTurns:
     def group(self, request: Request) -> int:
         """The tokens: of as many the earlier arrival is always the more urgent."""
         length = request.num_tokens
-        if request.program_arrival_time >= request.arrival_time:  # it goes on with none
+        if not request.goes_on:
             return length
         return max(1, math.isqrt(length * max(1, length - request.num_findable_tokens)))

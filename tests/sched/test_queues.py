@@ -7,7 +7,7 @@ from scheduler_helpers import make_request
 
 from jaxllm.errors import KVCacheError
 from jaxllm.sched.policies import FairPriority, FairTurns, FCFSPriority
-from jaxllm.sched.queues import RequestQueue, Verdict, Waits
+from jaxllm.sched.queues import RequestQueue, Verdict
 
 
 class Scrambled:
@@ -49,12 +49,14 @@ def visited(queue, now=0.0, **verdicts):
     gaps=st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=12, max_size=12),
     order=st.randoms(use_true_random=False),
     waits=st.lists(st.sampled_from([0.0, 0.5, 3.0, 1000.0]), min_size=1, max_size=3),
+    latest=st.sampled_from([-1.0, 0.0, 0.2, 2.0]),
+    has_turns=st.booleans(),
 )
-def test_a_visit_goes_by_score_then_arrival(priority, lengths, gaps, order, waits):
+def test_a_visit_goes_by_score_then_arrival(priority, lengths, gaps, order, waits, latest, has_turns):
     requests = [
         make_request(index, length, arrival_time=sum(gaps[:index])) for index, length in enumerate(lengths)
     ]
-    for request in requests[::2]:  # a turn that finds some
+    for request in requests[::2] * has_turns:  # a turn that finds some
         request.program_arrival_time, request.num_findable_tokens = -1.0, request.num_tokens // 2
     added = list(requests)
     order.shuffle(added)
@@ -64,6 +66,8 @@ def test_a_visit_goes_by_score_then_arrival(priority, lengths, gaps, order, wait
         now += sum(gaps)
         expected = sorted(requests, key=lambda r: (-priority.score(r, now), r.arrival_index))
         assert queue.visit(now, lambda _: Verdict.TAKE) == expected
+        in_time = [one for one in expected if one.goes_on or one.arrival_time <= latest]
+        assert queue.visit(now, lambda _: Verdict.TAKE, latest=latest) == in_time
     for request in added:
         assert (len(queue), queue.min_num_tokens) == (len(requests), min(r.num_tokens for r in requests))
         queue.remove(request)
@@ -121,54 +125,10 @@ def test_removing_a_stranger_is_an_error():
     assert len(queue) == 0
 
 
-@given(st.data())
-@settings(max_examples=200, deadline=None)
-def test_waits_are_compared_with_those_in_order_of_arrival(data):
-    """Against a queue that is served in order, by as many prompt tokens as have started."""
-    waits, queued, come, number, now = Waits(), [], [], 0, 0.0
-    num_started, in_order = 0, []
-    for _ in range(data.draw(st.integers(1, 60))):
-        now += data.draw(st.sampled_from([0.0, 0.5, 3.0]))
-        if not queued or data.draw(st.booleans()):
-            request = make_request(number, data.draw(st.integers(1, 9)), arrival_time=now)
-            number += 1
-            waits.begin(request)
-            queued.append(request)
-            come.append((request.num_prompt_tokens, now))
-        else:
-            request = queued.pop(data.draw(st.integers(0, len(queued) - 1)))
-            waits.end(request, now)
-            num_started += request.num_prompt_tokens
-            while come and sum(count for count, _ in come[: len(in_order) + 1]) <= num_started:
-                if len(in_order) == len(come):
-                    break
-                in_order.append(now - come[len(in_order)][1])
-        lasting = [now - at for _, at in come[len(in_order) : len(in_order) + 1]]
-        longest = max([*in_order[-64:], *lasting], default=0.0)
-        found = waits.overdue(now, 0.25)
-        late = [one for one in queued if now - one.arrival_time > 1.25 * longest]
-        assert found is (late[0] if late else None)
-
-
-def test_who_was_started_before_or_goes_on_with_a_conversation_is_never_overdue():
-    waits = Waits()
-    before, turn, new = (make_request(index, 4, arrival_time=1.0) for index in range(3))
-    before.metrics.first_scheduled_time, turn.program_arrival_time = 2.0, 0.5
-    for request in (before, turn):
-        waits.begin(request)
-    assert waits.overdue(100.0, 0.05) is None
-    waits.begin(new)
-    assert waits.overdue(100.0, 0.05) is None, "in order of arrival it had waited as long"
-    for request in (before, turn, new):
-        waits.end(request, 100.0)
-    assert waits.overdue(200.0, 0.05) is None
-
-
-def test_where_all_came_at_once_nobody_is_overdue():
-    """Whoever goes first: in order of arrival somebody would wait until now, too."""
-    waits, requests = Waits(), [make_request(index, 1 + index % 7, arrival_time=0.0) for index in range(50)]
-    for request in requests:
-        waits.begin(request)
-    for now, request in enumerate(sorted(requests, key=lambda one: one.num_prompt_tokens)):
-        assert waits.overdue(float(now), 0.05) is None
-        waits.end(request, float(now))
+def test_who_came_too_late_is_not_looked_past():
+    """However many there are, and however urgent."""
+    old = [make_request(index, 50, arrival_time=0.0) for index in range(3)]
+    late = [make_request(index, 1 + index % 7, arrival_time=9.0) for index in range(3, 1000)]
+    queue, asked = queue_of([*old, *late], FairPriority()), []
+    assert queue.visit(1e4, lambda one: asked.append(one) or Verdict.SKIP_ONE, latest=8.0) == []
+    assert asked == old
