@@ -42,10 +42,12 @@ from jaxllm.research.workloads.lengths import LognormalLengths
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import (
     CostAwareVictim,
+    FCFSPriority,
     FeedbackLimit,
     FewestComputedVictim,
     FullLengthAdmission,
     LeastUrgentVictim,
+    MoreUrgentFirst,
     NewTokenRatio,
     PastFuture,
     SchedulerPolicy,
@@ -191,6 +193,12 @@ POLICIES: Mapping[str, Callable[[SiliconCostModel], Any]] = {
     "adaptive, full lengths": part(admission=FullLengthAdmission),
     "adaptive, feedback": part(admission=FeedbackLimit),
     "adaptive, true lengths": part(admission=lambda: PastFuture(lengths=TrueLength())),
+    "adaptive, true lengths, in order of arrival": part(
+        admission=lambda: PastFuture(lengths=TrueLength()),
+        priority=FCFSPriority,
+        restore=lambda: MoreUrgentFirst(FCFSPriority()),
+        patience=lambda: 1,
+    ),
     "adaptive, both ways": _preset("adaptive"),
 }
 CACHES: Mapping[str, Callable[[SiliconCostModel], Any]] = {

@@ -23,7 +23,7 @@ def test_a_group_has_every_arrival_process_and_preset():
     cells = list(dict.fromkeys(row["cell"] for row in rows))
     arrivals = ["at once", "Poisson 0.7", "Poisson 1.1", "closed"]
     assert cells == [f"H100, chat, 256, {one}" for one in arrivals]
-    assert [row["preset"] for row in rows] == [*grid_on_silicon.PRESETS] * 4
+    assert [row["preset"] for row in rows] == [*grid_on_silicon.PRESETS, *grid_on_silicon.HINDSIGHT] * 4
     assert all(row["tokens_per_second"] > 0 and row["seed"] == 1 for row in rows)
 
 
@@ -55,7 +55,7 @@ def test_a_run_goes_on_where_it_was_broken_off(tmp_path, capsys, monkeypatch):
     assert grid_on_silicon.main([*options, "--seeds", "0,1"]) == 0
     assert ran == [0, 1, 1]
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [row["seed"] for row in rows] == [0] * 12 + [1] * 12
+    assert [row["seed"] for row in rows] == [0] * 20 + [1] * 20
     text = (tmp_path / "report.md").read_text()
     assert "- swaps a request, at most 3.0: 4 of 4 cells" in text
     assert text == capsys.readouterr().out
@@ -83,9 +83,16 @@ def test_the_report_names_who_misses_a_bar_the_worst_first():
         rows += rows_of(cell, {0: base, 1: base})
         rows += rows_of(cell, {0: base, 1: base}, "adaptive_throughput")
         rows += rows_of(cell, {0: (99.5, mean, 20.0, 1.0, 0.0, 0.0), 1: base}, "adaptive")
+        for name, knowing in zip(grid_on_silicon.HINDSIGHT, (10.5, 10.0 + (cell == slow)), strict=True):
+            rows += rows_of(cell, {0: (100.0, knowing, 20.0, 1.0, 0.0, 0.0), 1: base}, name)
     lines = report(rows).splitlines()
     assert lines[0] == "- mean latency over vllm_v1, at most 1.0: 1 of 3 cells"
-    assert lines[1] == f"    - 1.200 {slower} (1.400, 1.000)"
-    assert lines[2] == f"    - 1.050 {slow} (1.100, 1.000)"
+    knows = "knowing lengths 1.025 and 1.000 in order of arrival"
+    assert lines[1] == f"    - 1.200 {slower} (1.400, 1.000); {knows}"
+    assert lines[2] == f"    - 1.050 {slow} (1.100, 1.000); {knows.replace('1.000', '1.050')}"
     assert lines[4].endswith("at least 0.99: 3 of 3 cells")
+    assert lines[9:11] == [
+        "- in 1 of these 2 cells all bars would be kept by knowing lengths",
+        f"    - {slower}",
+    ]
     assert any(line.startswith("| chat | `adaptive` | 0.997 | 1.00 | ") for line in lines)
