@@ -128,7 +128,7 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
         retention=CostOverIdleTime(costs),
         hold=HoldIfLost(costs),
         patience=128,
-        max_extra_wait=0.1,
+        max_extra_wait=0.05,
     )
 
 
