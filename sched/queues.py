@@ -19,6 +19,7 @@ _MAX_LOOKED_PAST = 256
 """Requests that a visit leaves where they are before it ends, those of a group of too long ones apart."""
 
 _Place = tuple[float, int]
+_Key = tuple[bool, Hashable]  # whether they are later turns, and the policy's group
 _Group = collections.deque[tuple[_Place, Request]]
 
 
@@ -38,9 +39,9 @@ class Verdict(enum.Enum):
 class RequestQueue:
     """Requests that hold no device blocks, in the groups of a priority policy.
 
-    A group stays in order of urgency, so that only the first of each is ever compared: with lengths as
-    groups, finding the most urgent of 100,000 requests looks at some hundred. Lengths of queued requests must
-    not change.
+    Later turns of conversations are in groups of their own. A group stays in order of urgency, so that only
+    the first of each is ever compared: with lengths as groups, finding the most urgent of 100,000 requests
+    looks at some hundred. Lengths of queued requests must not change.
 
     Attributes:
         num_tokens: of all of them.
@@ -49,12 +50,12 @@ class RequestQueue:
     def __init__(self, priority: PriorityPolicy) -> None:
         """An empty queue, read by `priority`."""
         self._priority = priority
-        self._groups: dict[Hashable, _Group] = {}
-        self._where: dict[str, tuple[Hashable, _Place]] = {}
+        self._groups: dict[_Key, _Group] = {}
+        self._where: dict[str, tuple[_Key, _Place]] = {}
         self._lengths: collections.defaultdict[int, int] = collections.defaultdict(int)
         self._shortest: int | None = None  # None if it must be looked for
         self._groups_are_lengths = True
-        self._late_are_last = True  # in every group, and none of them goes on with a conversation
+        self._late_are_last = True  # in every group
         self._size = 0
         self.num_tokens = 0
 
@@ -79,10 +80,10 @@ class RequestQueue:
         Raises:
             ConfigError: the policy scores it with something that is not a number.
         """
-        key, length = self._priority.group(request), request.num_tokens
-        entry = self._place(request), request
+        group_of_policy, length = self._priority.group(request), request.num_tokens
+        entry, key = (self._place(request), request), (request.goes_on, group_of_policy)
         self._where[request.request_id] = key, entry[0]
-        if key != length:
+        if group_of_policy != length:
             self._groups_are_lengths = False
         group = self._groups.setdefault(key, collections.deque())
         index = len(group)
@@ -91,7 +92,7 @@ class RequestQueue:
         group.insert(index, entry)
         beside = range(max(0, index - 1), min(index + 2, len(group)))
         came = [group[place][1].arrival_time for place in beside]
-        self._late_are_last &= came == sorted(came) and not request.goes_on
+        self._late_are_last &= came == sorted(came)
         self._lengths[length] += 1
         if self._shortest is not None and (length < self._shortest or not self._size):
             self._shortest = length
@@ -104,7 +105,7 @@ class RequestQueue:
         Raises:
             KVCacheError: it is not queued.
         """
-        key, place = self._where.get(request.request_id, (None, (0.0, 0)))
+        key, place = self._where.get(request.request_id, ((False, None), (0.0, 0)))
         group = self._groups.get(key, ())
         index = 0
         if group and group[0][1] is not request:
@@ -138,8 +139,9 @@ class RequestQueue:
         score, by_length = self._score, self._groups_are_lengths
         heads = [
             (-score(group[0][1], now), group[0][1].arrival_index, 0, group)
-            for group in self._groups.values()
+            for (is_turn, _), group in self._groups.items()
             if not by_length or group[0][1].num_tokens < too_long
+            if is_turn or group[0][1].arrival_time <= latest or not self._late_are_last
         ]
         heapq.heapify(heads)
         taken: list[Request] = []
