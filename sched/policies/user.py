@@ -44,7 +44,7 @@ def own_policy(
             takes an argument, a class if that is named `costs` or has no default.
         name: what messages call it.
         base: makes what answers the other questions beside one class. A priority is also what victims are
-            chosen by, and what decides whether requests start or resume.
+            chosen by, and what decides whether requests start or resume; there is no `max_extra_wait` then.
         costs: predicted seconds, or None.
 
     Raises:
@@ -65,6 +65,7 @@ def own_policy(
     changes: dict[str, Any] = {question: found}
     if question == "priority":
         changes |= {"victim": LeastUrgentVictim(found), "restore": MoreUrgentFirst(found)}
+        changes["max_extra_wait"] = None  # it is the order of arrival that this keeps to
     return dataclasses.replace(base(), **changes)
 
 

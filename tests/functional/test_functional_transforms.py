@@ -97,7 +97,7 @@ def test_a_mask_says_which_tokens_count(model, tokens):
 def test_padding_at_the_end_changes_nothing_before_it(model, tokens):
     config, params = model
     padded = np.pad(tokens, ((0, 0), (0, 5)), constant_values=7)
-    close(logits(params, config, padded)[:, :12], logits(params, config, tokens), atol=1e-5)
+    close(logits(params, config, padded)[:, :12], logits(params, config, tokens), atol=5e-5)
 
 
 def test_rematerialised_scanned_and_mapped_gradients_are_the_same(model, tokens, gradients):
@@ -151,8 +151,8 @@ def test_an_exported_program_gives_the_same_logits_elsewhere(model, tokens, tmp_
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, check=True)
     with np.load(tmp_path / "found.npz") as found:
-        close(found["a"], logits(params, config, tokens), atol=1e-5)
-        close(found["b"], logits(params, config, tokens[:1, :5]), atol=1e-5)
+        close(found["a"], logits(params, config, tokens), atol=5e-5)
+        close(found["b"], logits(params, config, tokens[:1, :5]), atol=5e-5)
 
 
 def test_losses_gradients_and_traces_are_exported_for_any_batch_and_length(model, tokens):
@@ -443,7 +443,7 @@ def test_a_trace_holds_what_scores_are_made_of(name):
     config, params = load(name)
     some = np.random.default_rng(1).integers(1, config.vocab_size, (2, 9))
     found = jax.jit(lambda p: F.trace(p, config, some))(params)
-    close(found.logits, logits(params, config, some), atol=1e-5)
+    close(found.logits, logits(params, config, some), atol=5e-5)
     assert len(found.hidden) == config.num_layers + 1
     assert len(found.queries) == len(found.keys) == len(found.values) == config.num_layers
     assert found.queries[0].shape == (2, 9, config.num_heads, config.head_dim)

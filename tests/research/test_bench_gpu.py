@@ -71,8 +71,8 @@ def test_wrong_arguments_are_named(options, message, capsys, tmp_path):
 
 def test_kernels_part(tmp_path):
     out = tmp_path / "kernels.json"
-    options = ["--parts", "kernels-xla", "--rehearsal", "--in-process", "--seed", "3", "--out", str(out)]
-    assert bench_gpu.main(options) == 0
+    options = ["--parts", "kernels-xla", "--rehearsal", "--in-process", "--limit", "900", "--seed", "3"]
+    assert bench_gpu.main([*options, "--out", str(out)]) == 0
     values = read(out)
     results = values["results"]
     assert values["missing"] == {}
@@ -87,7 +87,8 @@ def test_kernels_part(tmp_path):
 
 def test_codes_part(tmp_path):
     out = tmp_path / "codes.json"
-    assert bench_gpu.main(["--parts", "codes", "--rehearsal", "--in-process", "--out", str(out)]) == 0
+    options = ["--parts", "codes", "--rehearsal", "--in-process", "--limit", "900", "--out", str(out)]
+    assert bench_gpu.main(options) == 0
     values = read(out)
     results = values["results"]
     assert values["missing"] == {}

@@ -135,12 +135,13 @@ def test_the_documented_example_orders_requests():
     assert type(changed.priority).__name__ == "ShortestOutputFirst"
     policy = make_preset("mine:policy", COSTS)
     assert type(policy.priority) is type(changed.priority)
-    assert dataclasses.replace(policy, priority=default.priority, patience=default.patience) == default
+    same = {name: getattr(default, name) for name in ("priority", "patience", "max_extra_wait")}
+    assert dataclasses.replace(policy, **same) == default
+    assert changed.max_extra_wait is policy.max_extra_wait is None
     assert changed.victim == LeastUrgentVictim(changed.priority)
     assert changed.restore == MoreUrgentFirst(changed.priority)
-    kept = {"priority": None, "victim": None, "restore": None}
     for field in dataclasses.fields(SchedulerPolicy):
-        if field.name not in kept:
+        if field.name not in ("priority", "victim", "restore", "max_extra_wait"):
             assert getattr(changed, field.name) == getattr(default, field.name)
 
 
